@@ -1,0 +1,26 @@
+// The CPU kernels for avx2.
+#if defined(__x86_64__)
+// Standard headers come before the target pragma, so that no shared inline function is compiled for instructions that another processor may lack.
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+#include <immintrin.h>
+
+#include "kernels.h"
+
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx2,fma"))), apply_to = function)
+#else
+#pragma GCC target("avx2,fma")
+#endif
+
+#define EK_AVX2
+#define EK_ISA avx2
+#include "kernels_of_isa.inc"
+
+#if defined(__clang__)
+#pragma clang attribute pop
+#endif
+#endif

@@ -1,0 +1,315 @@
+"""The engine: models, cache and requests."""
+
+from __future__ import annotations
+
+import secrets
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from eagle_engine.checkpoint import open_checkpoint
+from eagle_engine.config import EagleConfig
+from eagle_engine.demo import demo_drafter_path, demo_target_path
+from eagle_engine.drafter import Drafter
+from eagle_engine.errors import EagleError
+from eagle_engine.kv_cache import PagePool, make_kv_cache
+from eagle_engine.outputs import RequestOutput, TextDelta
+from eagle_engine.request import Request
+from eagle_engine.sampling_params import SamplingParams
+from eagle_engine.state import DecodeState
+from eagle_engine.step import Models, PhaseTimer, prefill, run_step
+from eagle_engine.target import TargetModel
+from eagle_engine.tokenizer import Tokenizer
+from eagle_engine.tree_shape import PLAIN, tree_shape
+
+DEMO = "demo"
+DEMO_DRAFT_VOCAB = 8192
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+Prompt = str | list[int]
+
+
+class Engine:
+    """EAGLE speculative decoding whose output is that of plain decoding, token for token.
+
+    target, drafter  the models; drafter None: plain decoding
+    tokenizer        None: prompts are token ids, and answers have no text
+    """
+
+    def __init__(self, target: TargetModel, drafter: Drafter | None, tokenizer: Tokenizer | None, config: EagleConfig | None = None, *, eos_token_ids: tuple[int, ...] | None = None) -> None:
+        config = config or EagleConfig()
+        self.config, self.tokenizer = config, tokenizer
+        shape = tree_shape(config) if drafter is not None else PLAIN
+        if drafter is not None and shape.top_k > drafter.vocab_size:
+            raise EagleError(f"top_k {shape.top_k} is more than the drafter's vocabulary of {drafter.vocab_size}")
+        self.models = Models(target, drafter, shape, config.acceptance == "rejection", config.filter_order)
+        self.max_model_len = config.max_model_len or default_max_model_len(target.config.max_position_embeddings)
+        self.eos_token_ids = frozenset(eos_token_ids if eos_token_ids is not None else tokenizer.eos_token_ids if tokenizer else target.config.eos_token_ids)
+        # Rows of a tree stand above the committed ones, so the longest sequence needs room beyond max_model_len.
+        slack = slack_rows(config, drafter is not None)
+        if target.max_positions < self.max_model_len + slack:
+            raise EagleError(f"max_model_len {self.max_model_len} needs {self.max_model_len + slack} positions, the target was loaded with {target.max_positions}")
+        self._slack = slack
+        max_pages = -(-(self.max_model_len + slack) // config.page_size)
+        self.pages = PagePool(config.num_pages or config.max_batch_size * max_pages, config.page_size)
+        t = target.config
+        cache = make_kv_cache(t.num_layers, self.pages.num_pages, config.page_size, t.num_kv_heads, t.head_dim, torch.float32)
+        draft_cache = None
+        if shape.levels:
+            d = drafter.config
+            draft_cache = make_kv_cache(1, self.pages.num_pages, config.page_size, d.num_kv_heads, d.head_dim, torch.float32)
+        self.state = DecodeState.allocate(config.max_batch_size, max_pages, t.hidden_size, shape, cache, draft_cache)
+        self.timer = PhaseTimer()
+        self._waiting: deque[Request] = deque()
+        self._running: list[Request] = []
+        self._next_id = 0
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        target: str | Path = DEMO,
+        draft: str | Path | None = "auto",
+        *,
+        dtype: str = "auto",
+        draft_vocab: int | str | Path | None = "auto",
+        threads: int | None = None,
+        progress: bool = True,
+        config: EagleConfig | None = None,
+        **options,
+    ) -> Engine:
+        """Load a target and its drafter.
+
+        target       "demo", a Hugging Face directory or hub id, or a .gguf file
+        draft        a drafter directory in the published EAGLE-1/2 format or a hub id; "auto": the demo's drafter with the demo target, else an error that asks for one;
+                     None or "none": plain decoding
+        dtype        of the weights: "float32", "bfloat16", or "auto" (float32 for float32 checkpoints, bfloat16 for all others, GGUF files among them)
+        draft_vocab  None: the whole vocabulary; a number: so many of the drafter's most frequent tokens; a file of token ids; "auto": 8192 for the demo pair, else None
+        threads      of torch and the kernels; None leaves them as they are
+        options      fields of EagleConfig, instead of `config`
+
+        EagleError says what is wrong with a file or an option.
+        """
+        if config is not None and options:
+            raise EagleError(f"give config or single options ({', '.join(options)}), not both")
+        if config is None:
+            unknown = [name for name in options if name not in EagleConfig.__dataclass_fields__]
+            if unknown:
+                raise EagleError(f"unknown option {unknown[0]!r}; options are {', '.join(EagleConfig.__dataclass_fields__)}")
+            config = EagleConfig(**options)
+        if threads is not None:
+            torch.set_num_threads(threads)
+        is_demo = str(target) == DEMO
+        drafter_path = _drafter_path(draft, is_demo)
+        checkpoint = open_checkpoint(demo_target_path(progress) if is_demo else target)
+        weights_dtype = _dtype(dtype, checkpoint.config.dtype, checkpoint.gguf_metadata is not None)
+        max_positions = (config.max_model_len or default_max_model_len(checkpoint.config.max_position_embeddings)) + slack_rows(config, drafter_path is not None)
+        model = TargetModel.from_checkpoint(checkpoint, weights_dtype, max_positions, progress)
+        drafter = None
+        if drafter_path is not None:
+            if draft_vocab == "auto":
+                draft_vocab = DEMO_DRAFT_VOCAB if drafter_path == demo_drafter_path() else None
+            drafter = Drafter.from_directory(drafter_path, model, max_positions=max_positions, draft_vocab=draft_vocab)
+        return cls(model, drafter, Tokenizer.from_checkpoint(checkpoint), config)
+
+    def plain(self) -> Engine:
+        """An engine of plain decoding on the same target, weights shared."""
+        return Engine(self.models.target, None, self.tokenizer, self.config, eos_token_ids=tuple(self.eos_token_ids))
+
+    def generate(
+        self, prompts: Prompt | list[Prompt], sampling_params: SamplingParams | list[SamplingParams] | None = None, *, progress: bool = False
+    ) -> list[RequestOutput]:
+        """Answers to prompts, in their order.
+
+        prompts          texts, or lists of token ids; one or several
+        sampling_params  one for all, or one for each
+
+        A prompt that cannot be served gives an output with finish_reason "error" and its `error`; the others go on.
+        """
+        prompts = [prompts] if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)) else list(prompts)
+        params = sampling_params if isinstance(sampling_params, list) else [sampling_params or SamplingParams()] * len(prompts)
+        if len(params) != len(prompts):
+            raise EagleError(f"sampling_params: expected one, or {len(prompts)} for as many prompts, got {len(params)}")
+        outputs: dict[int, RequestOutput] = {}
+        order = []
+        for prompt, param in zip(prompts, params):
+            try:
+                order.append(self.add_request(prompt, param))
+            except EagleError as error:
+                failed = self._next_request_id()
+                text, ids = (prompt, []) if isinstance(prompt, str) else (None, list(prompt))
+                outputs[failed] = RequestOutput(failed, text, ids, "", [], "error", error=str(error))
+                order.append(failed)
+        wanted = set(order)
+        with tqdm(total=len(order), initial=len(outputs), desc="generating", unit="prompt", disable=not progress, leave=False) as bar:
+            try:
+                while not wanted <= outputs.keys():
+                    for output in self.step():
+                        outputs[output.request_id] = output
+                        bar.update()
+            except BaseException:
+                for request_id in wanted - outputs.keys():
+                    self.abort(request_id)
+                raise
+        return [outputs[request_id] for request_id in order]
+
+    def chat(self, messages: list[dict[str, str]], sampling_params: SamplingParams | None = None) -> RequestOutput:
+        """The answer to a conversation [{"role": ..., "content": ...}, ...], through the model's chat template."""
+        return self.generate([self.encode_chat(messages)], sampling_params)[0]
+
+    def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
+        """Token ids of a conversation, ready for an answer."""
+        return self._need_tokenizer().encode_chat(messages)
+
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[TextDelta]:
+        """The answer in pieces, as each step emits them; joined, their texts are the text of `generate`. Closing the iterator ends the request."""
+        request_id = self.add_request(prompt, sampling_params or SamplingParams())
+        request = self._waiting[-1]
+        try:
+            while not request.finished:
+                self.step()
+                text, tokens = request.delta()
+                if request.finish_reason == "error":
+                    raise EagleError(request.error)
+                if text or tokens or request.finished:
+                    yield TextDelta(text, tokens, request.finish_reason)
+        finally:
+            self.abort(request_id)
+
+    def add_request(self, prompt: Prompt, sampling_params: SamplingParams) -> int:
+        """Queue a prompt; its request id. EagleError when it cannot be served."""
+        text = prompt if isinstance(prompt, str) else None
+        ids = self._need_tokenizer().encode(prompt) if isinstance(prompt, str) else list(prompt)
+        if not ids:
+            raise EagleError("the prompt is empty: expected at least one token")
+        vocab_size = self.models.target.config.vocab_size
+        bad = next((i for i in ids if isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < vocab_size), None)
+        if bad is not None:
+            raise EagleError(f"the prompt holds {bad!r}: expected token ids from 0 to {vocab_size - 1}")
+        if sampling_params.stop_strings and self.tokenizer is None:
+            raise EagleError("stop strings need a tokenizer, and this engine has none")
+        room = self.max_model_len - len(ids)
+        if room < 1:
+            raise EagleError(f"the prompt has {len(ids)} tokens, which leaves no room for an answer in max_model_len {self.max_model_len}")
+        limit = min(sampling_params.max_tokens, room)
+        needed = self.pages.pages_for(len(ids) + limit + self._slack)
+        if needed > self.pages.num_pages:
+            raise EagleError(f"the request needs {needed} pages of the KV cache, which has {self.pages.num_pages}; ask for fewer tokens or raise num_pages")
+        seed = secrets.randbits(63) if sampling_params.seed is None else sampling_params.seed
+        request = Request(self._next_request_id(), text, ids, sampling_params, seed, limit, self.tokenizer, self.eos_token_ids)
+        self._waiting.append(request)
+        return request.request_id
+
+    def has_unfinished(self) -> bool:
+        return bool(self._waiting or self._running)
+
+    def abort(self, request_id: int) -> RequestOutput | None:
+        """End a request now and free its pages; its output so far, or None when it is not in the engine."""
+        for request in self._waiting:
+            if request.request_id == request_id:
+                self._waiting.remove(request)
+                request.finish("abort")
+                return request.output()
+        for slot, request in enumerate(self._running):
+            if request.request_id == request_id:
+                request.finish("abort")
+                return self._retire(slot)
+        return None
+
+    @torch.inference_mode()
+    def step(self) -> list[RequestOutput]:
+        """Admit waiting requests, advance every running one by one draft-and-verify cycle; the outputs of those that ended."""
+        ended = self._admit()
+        if self._running:
+            batch = len(self._running)
+            run_step(self.models, self.state, batch, self.timer)
+            counts = self.state.num_pending[:batch].tolist()
+            tokens = self.state.pending_tokens[:batch].tolist()
+            for request, count, emitted in zip(self._running, counts, tokens):
+                request.append(emitted[:count])
+            ended += self._retire_finished()
+        return ended
+
+    def _admit(self) -> list[RequestOutput]:
+        """Prefill waiting requests, in order, as long as there are slots and pages for their longest course."""
+        ended = []
+        while self._waiting and len(self._running) < self.config.max_batch_size:
+            request = self._waiting[0]
+            needed = self.pages.pages_for(len(request.prompt_ids) + request.limit + self._slack)
+            if needed > self.pages.num_free:
+                break
+            self._waiting.popleft()
+            slot = len(self._running)
+            request.pages = self.pages.take(needed)
+            request.start(self.timer.seconds)
+            self.state.page_table[slot, :needed] = torch.tensor(request.pages, dtype=torch.int32)
+            self.state.active[slot] = True
+            self.state.set_sampling(slot, request.params, request.seed)
+            self._running.append(request)
+            prefill(self.models, self.state, slot, torch.tensor(request.prompt_ids), self.config.prefill_chunk, self.timer)
+            request.append([int(self.state.root_tokens[slot])])
+            ended += self._retire_finished()
+        return ended
+
+    def _retire_finished(self) -> list[RequestOutput]:
+        return [self._retire(slot) for slot in range(len(self._running) - 1, -1, -1) if self._running[slot].finished][::-1]
+
+    def _retire(self, slot: int) -> RequestOutput:
+        """Take a request out of its slot; the last slot moves into the gap, so that the running ones stay together."""
+        request, last = self._running[slot], len(self._running) - 1
+        self.pages.give_back(request.pages)
+        if slot != last:
+            self.state.move(last, slot)
+            self._running[slot] = self._running[last]
+        self._running.pop()
+        self.state.active[last] = False
+        request.end(self.timer.seconds)
+        return request.output()
+
+    def _need_tokenizer(self) -> Tokenizer:
+        if self.tokenizer is None:
+            raise EagleError("this engine has no tokenizer: give prompts as lists of token ids")
+        return self.tokenizer
+
+    def _next_request_id(self) -> int:
+        self._next_id += 1
+        return self._next_id - 1
+
+
+def default_max_model_len(max_position_embeddings: int) -> int:
+    return min(max_position_embeddings, 8192)
+
+
+def slack_rows(config: EagleConfig, speculative: bool) -> int:
+    """Rows that a step may use above the committed ones."""
+    if not speculative:
+        return 1
+    shape = tree_shape(config)
+    return max(shape.num_nodes, shape.draft_rows, shape.max_depth + 1)
+
+
+def _drafter_path(draft: str | Path | None, is_demo: bool) -> Path | None:
+    if draft is None or str(draft) == "none":
+        return None
+    if str(draft) == "auto":
+        if is_demo:
+            return demo_drafter_path()
+        raise EagleError("no drafter is known for this target: give draft a drafter directory or hub id, or 'none' for plain decoding")
+    path = Path(draft).expanduser()
+    if path.exists() or str(draft).startswith((".", "/", "~")) or str(draft).count("/") != 1:
+        return path
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(str(draft), allow_patterns=["config.json", "*.safetensors", "pytorch_model.bin"]))
+    except Exception as error:  # network, permission, unknown name: many exception types, one remedy
+        raise EagleError(f"{draft!r} is no local drafter directory, and fetching it from the Hugging Face hub failed: {error}") from error
+
+
+def _dtype(wanted: str, stored: str, is_gguf: bool) -> torch.dtype:
+    if wanted == "auto":
+        return torch.float32 if stored == "float32" and not is_gguf else torch.bfloat16
+    if wanted not in DTYPES:
+        raise EagleError(f"dtype: expected auto, float32 or bfloat16, got {wanted!r}")
+    return DTYPES[wanted]

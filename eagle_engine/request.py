@@ -1,0 +1,155 @@
+"""The host's side of one request: tokens as they are emitted, text, and where it ends. Plain and speculative decoding end here by the same rules."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from tokenizers.decoders import DecodeStream
+
+from eagle_engine.outputs import RequestOutput, RequestStats
+from eagle_engine.sampling_params import SamplingParams
+from eagle_engine.tokenizer import Tokenizer
+
+NOT_USABLE = "the target's logits were not usable at position {position} (NaN, or nothing above minus infinity)"
+
+
+@dataclass
+class Request:
+    """A request from its arrival to its end.
+
+    prompt_ids  token ids of the prompt
+    limit       most tokens of the answer: max_tokens, or what the longest sequence leaves
+    seed        the one that all its draws are keyed with
+    pages       its pages of the KV cache while it runs
+    """
+
+    request_id: int
+    prompt: str | None
+    prompt_ids: list[int]
+    params: SamplingParams
+    seed: int
+    limit: int
+    tokenizer: Tokenizer | None
+    eos_token_ids: frozenset[int]
+    pages: list[int] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    error: str | None = None
+
+    def __post_init__(self) -> None:
+        self._stream = DecodeStream(skip_special_tokens=self.params.skip_special_tokens)
+        self._text = ""  # decoded so far, a character that is not complete yet left out
+        self._cut: int | None = None
+        self._streamed = 0
+        self._num_streamed_tokens = 0
+        self._steps = 0
+        self._reached: list[int] = []
+        self._started = self._ended = time.perf_counter()
+        self._phases_before: dict[str, float] = {}
+        self._phases: dict[str, float] = {}
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+    def start(self, phases: dict[str, float]) -> None:
+        self._started = time.perf_counter()
+        self._phases_before = dict(phases)
+
+    def append(self, emitted: list[int]) -> None:
+        """Take the tokens that a step emitted, one after the other, until one of them ends the answer; the rest of the run is dropped."""
+        before = len(self.token_ids)
+        for token in emitted:
+            self._append_token(token)
+            if self.finished:
+                break
+        kept = len(self.token_ids) - before
+        if before > 0 and kept > 0:
+            self._steps += 1
+            self._reached.extend([0] * (kept - 1 - len(self._reached)))
+            for depth in range(kept - 1):
+                self._reached[depth] += 1
+
+    def _append_token(self, token: int) -> None:
+        if token < 0:
+            self.finish("error", error=NOT_USABLE.format(position=len(self.prompt_ids) + len(self.token_ids)))
+            return
+        self.token_ids.append(token)
+        if token in self.eos_token_ids and not self.params.ignore_eos:
+            self.finish("stop")
+            return
+        if token in self.params.stop_token_ids:
+            self.finish("stop", stop_reason=token)
+            return
+        if self.tokenizer is not None:
+            piece = self._stream.step(self.tokenizer.backend, token)
+            if piece:
+                self._text += piece
+                if self._find_stop_string(len(piece)):
+                    return
+        if len(self.token_ids) >= self.limit:
+            self.finish("length")
+
+    def _find_stop_string(self, new: int) -> bool:
+        """The stop string that occurs first in the text; only the end of the text can hold a new one."""
+        found: tuple[int, str] | None = None
+        for stop in self.params.stop_strings:
+            at = self._text.find(stop, max(0, len(self._text) - new - len(stop) + 1))
+            if at >= 0 and (found is None or at < found[0]):
+                found = (at, stop)
+        if found is None:
+            return False
+        at, stop = found
+        self._cut = at + len(stop) if self.params.include_stop_str_in_output else at
+        self.finish("stop", stop_reason=stop)
+        return True
+
+    def finish(self, reason: str, *, stop_reason: str | int | None = None, error: str | None = None) -> None:
+        self.finish_reason, self.stop_reason, self.error = reason, stop_reason, error
+        self._ended = time.perf_counter()
+
+    def end(self, phases: dict[str, float]) -> None:
+        self._phases = {name: seconds - self._phases_before.get(name, 0.0) for name, seconds in phases.items()}
+
+    def text(self) -> str:
+        """The answer so far. A finished answer is decoded whole, so a last incomplete character shows as the tokenizer shows it."""
+        if self._cut is not None:
+            return self._text[: self._cut]
+        if not self.finished or self.tokenizer is None:
+            return self._text
+        # The token that ended the answer stands in token_ids, but says nothing.
+        ends = self.finish_reason == "stop" and self.token_ids and (self.token_ids[-1] in self.eos_token_ids or self.stop_reason is not None)
+        return self.tokenizer.decode(self.token_ids[:-1] if ends else self.token_ids, self.params.skip_special_tokens)
+
+    def delta(self) -> tuple[str, list[int]]:
+        """Text and tokens since the last call. Text that may turn out to begin a stop string is held back until it is known not to."""
+        text = self.text()
+        held = 0 if self.finished else max((_overlap(text, stop) for stop in self.params.stop_strings), default=0)
+        end = max(self._streamed, len(text) - held)
+        new_text, new_tokens = text[self._streamed : end], self.token_ids[self._num_streamed_tokens :]
+        self._streamed, self._num_streamed_tokens = end, len(self.token_ids)
+        return new_text, new_tokens
+
+    def output(self) -> RequestOutput:
+        generated = len(self.token_ids)
+        seconds = self._ended - self._started
+        stats = RequestStats(
+            steps=self._steps,
+            acceptance_length=(generated - 1) / self._steps if self._steps else 0.0,
+            acceptance_by_depth=[count / self._steps for count in self._reached] if self._steps else [],
+            tokens_per_second=generated / seconds if seconds > 0 else 0.0,
+            time_per_phase=self._phases,
+        )
+        return RequestOutput(
+            self.request_id, self.prompt, self.prompt_ids, self.text(), list(self.token_ids), self.finish_reason or "abort", self.stop_reason, self.error, stats
+        )
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of `text` that is a beginning of `stop`."""
+    for length in range(min(len(stop) - 1, len(text)), 0, -1):
+        if text.endswith(stop[:length]):
+            return length
+    return 0

@@ -1,0 +1,87 @@
+"""Everything a step reads and writes, allocated once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from eagle_engine.sampling_params import SamplingParams
+from eagle_engine.tree_shape import TreeShape
+from eagle_kernels import DraftPool
+
+
+@dataclass
+class DecodeState:
+    """S slots; the running sequences are the first `batch` of them, so that every view is contiguous.
+
+    A step starts with the target's rows committed up to seq_lens, and with the pairs that the drafter has not seen yet: `num_pending` features of the rows just
+    committed, each with the token that follows it. The last pending token is the root.
+    """
+
+    target_cache: Tensor  # [layers, 2, pages, page_size, kv_heads, head_dim]
+    draft_cache: Tensor | None  # [1, 2, pages, page_size, draft kv_heads, draft head_dim]
+    page_table: Tensor  # [S, max_pages] int32
+    seq_lens: Tensor  # [S] int32, committed rows of the target
+    root_tokens: Tensor  # [S] int64
+    num_pending: Tensor  # [S] int32, 1 .. max_depth + 1
+    pending_tokens: Tensor  # [S, max_depth + 1] int64; the first num_pending are also the tokens that the last step emitted
+    pending_features: Tensor  # [S, max_depth + 1, H] fp32
+    active: Tensor  # [S] bool
+    temperature: Tensor  # [S, N] fp32; sampling parameters are held once per node, as `sample` takes them
+    top_k: Tensor  # [S, N] int32
+    top_p: Tensor  # [S, N] fp32
+    min_p: Tensor  # [S, N] fp32
+    seeds: Tensor  # [S, N] int64
+    pool_tokens: Tensor  # [S, P] int64
+    pool_scores: Tensor  # [S, P] fp32
+    pool_parents: Tensor  # [S, P] int32
+
+    @classmethod
+    def allocate(cls, slots: int, max_pages: int, hidden_size: int, shape: TreeShape, target_cache: Tensor, draft_cache: Tensor | None) -> DecodeState:
+        width, nodes, pool = shape.max_depth + 1, shape.num_nodes, shape.pool_size
+        int32, int64, fp32 = torch.int32, torch.int64, torch.float32
+        return cls(
+            target_cache=target_cache,
+            draft_cache=draft_cache,
+            page_table=torch.zeros(slots, max_pages, dtype=int32),
+            seq_lens=torch.zeros(slots, dtype=int32),
+            root_tokens=torch.zeros(slots, dtype=int64),
+            num_pending=torch.ones(slots, dtype=int32),
+            pending_tokens=torch.zeros(slots, width, dtype=int64),
+            pending_features=torch.zeros(slots, width, hidden_size, dtype=fp32),
+            active=torch.zeros(slots, dtype=torch.bool),
+            temperature=torch.zeros(slots, nodes, dtype=fp32),
+            top_k=torch.zeros(slots, nodes, dtype=int32),
+            top_p=torch.ones(slots, nodes, dtype=fp32),
+            min_p=torch.zeros(slots, nodes, dtype=fp32),
+            seeds=torch.zeros(slots, nodes, dtype=int64),
+            pool_tokens=torch.zeros(slots, pool, dtype=int64),
+            pool_scores=torch.zeros(slots, pool, dtype=fp32),
+            pool_parents=torch.zeros(slots, pool, dtype=int32),
+        )
+
+    def set_sampling(self, slot: int, params: SamplingParams, seed: int) -> None:
+        self.temperature[slot] = params.temperature
+        self.top_k[slot] = max(params.top_k, 0)
+        self.top_p[slot] = params.top_p
+        self.min_p[slot] = params.min_p
+        self.seeds[slot] = seed
+
+    def move(self, source: int, destination: int) -> None:
+        """Copy one slot over another; the cache stays where it is, since the page table moves along."""
+        for name in self._slot_fields():
+            tensor = getattr(self, name)
+            tensor[destination] = tensor[source]
+
+    def pool(self, batch: int) -> DraftPool:
+        return DraftPool(self.pool_tokens[:batch], self.pool_scores[:batch], self.pool_parents[:batch])
+
+    def sampling(self, batch: int) -> dict[str, Tensor]:
+        """Sampling parameters of batch * N rows."""
+        return {name: getattr(self, name)[:batch].view(-1) for name in ("temperature", "top_k", "top_p", "min_p", "seeds")}
+
+    @classmethod
+    def _slot_fields(cls) -> list[str]:
+        return [f.name for f in fields(cls) if f.name not in ("target_cache", "draft_cache")]

@@ -1,0 +1,207 @@
+"""One step: draft, expand, rerank, verify, accept, compact. Every phase is a function from some fields of the state to others; no host decision inside."""
+
+from __future__ import annotations
+
+import time
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from eagle_engine.drafter import Drafter
+from eagle_engine.state import DecodeState
+from eagle_engine.target import TargetModel
+from eagle_engine.tree_shape import TreeShape
+from eagle_kernels import Accepted, DraftPool, Frontier, Tree, accept, accept_rejection, compact, draw_children, expand, filter_probs, rerank, sample
+
+PHASES = ("prefill", "draft", "verify", "sample", "compact")
+
+
+class PhaseTimer:
+    """Seconds spent per phase."""
+
+    def __init__(self) -> None:
+        self.seconds = dict.fromkeys(PHASES, 0.0)
+        self._last = time.perf_counter()
+
+    def start(self) -> None:
+        self._last = time.perf_counter()
+
+    def lap(self, phase: str) -> None:
+        now = time.perf_counter()
+        self.seconds[phase] += now - self._last
+        self._last = now
+
+
+class Models(NamedTuple):
+    """What a step runs.
+
+    rejection     acceptance rule: speculative sampling on drawn drafts instead of sample-exact
+    filter_order  "hf" or "vllm"
+    """
+
+    target: TargetModel
+    drafter: Drafter | None
+    shape: TreeShape
+    rejection: bool
+    filter_order: str
+
+
+def run_step(models: Models, state: DecodeState, batch: int, timer: PhaseTimer) -> Accepted:
+    """Advance the first `batch` slots by one draft-and-verify cycle.
+
+    Afterwards pending_tokens holds the emitted tokens of each sequence and num_pending their number; a token -1 says that the target's logits at that place are not
+    usable (NaN, or nothing above -inf).
+    """
+    timer.start()
+    if models.shape.levels:
+        pool, draft_probs = draft(models, state, batch)
+    else:
+        pool, draft_probs = state.pool(batch), None
+    tree = rerank(pool, state.root_tokens[:batch], state.seq_lens[:batch], models.shape.num_nodes, choices=models.shape.node_choices)
+    timer.lap("draft")
+    features, logits = verify(models, state, batch, tree)
+    timer.lap("verify")
+    accepted = choose(models, state, batch, tree, logits, draft_probs)
+    timer.lap("sample")
+    commit(models, state, batch, tree, accepted, features)
+    timer.lap("compact")
+    return accepted
+
+
+def draft(models: Models, state: DecodeState, batch: int) -> tuple[DraftPool, list[Tensor]]:
+    """Feed the drafter what the last step committed, then grow the pool level by level."""
+    drafter, shape, pool = models.drafter, models.shape, state.pool(batch)
+    cache, page_table, seq_lens = state.draft_cache[0], state.page_table[:batch], state.seq_lens[:batch]
+    features = extend(drafter, state, batch)
+    frontier = Frontier(
+        state.root_tokens[:batch, None],
+        features.new_zeros(batch, 1),
+        torch.full((batch, 1), -1, dtype=torch.int32),
+        features,
+        torch.zeros(batch, 1, shape.draft_mask_words, dtype=torch.int64),
+    )
+    draft_probs = []
+    for depth, level in enumerate(shape.levels):
+        logits = drafter.logits(features)
+        if models.rejection:
+            frontier, probs = draw_level(models, state, batch, logits, frontier, features, pool, depth)
+            draft_probs.append(probs)
+        else:
+            frontier = expand(
+                logits, frontier.scores, frontier.pool_index, features, frontier.mask, pool, level.pool_offset, shape.top_k, first_row=level.first_row, next_size=level.next_size,
+                draft_to_target=drafter.draft_to_target, choices=level.choices,
+            )  # fmt: skip
+        if level.next_size > 0:
+            position_ids = (seq_lens[:, None].long() + depth).expand(-1, level.next_size).contiguous()
+            features = drafter.forward(frontier.tokens, frontier.features, position_ids, cache, seq_lens, page_table, frontier.mask, level.first_row)
+    return pool, draft_probs
+
+
+def extend(drafter: Drafter, state: DecodeState, batch: int) -> Tensor:
+    """Append the pending pairs to the drafter's committed rows; the feature predicted after the last of them, [B, 1, H].
+
+    All max_depth + 1 rows are run, so that the shape is fixed; rows past num_pending write above seq_lens, where the draft levels write next.
+    """
+    num_pending = state.num_pending[:batch]
+    draft_lens = state.seq_lens[:batch] - num_pending
+    width = state.pending_tokens.shape[1]
+    position_ids = draft_lens[:, None].long() + torch.arange(width)
+    features = drafter.forward(state.pending_tokens[:batch], state.pending_features[:batch], position_ids, state.draft_cache[0], draft_lens, state.page_table[:batch])
+    last = (num_pending.long() - 1)[:, None, None].expand(-1, 1, features.shape[-1])
+    return features.gather(1, last)
+
+
+def draw_level(models: Models, state: DecodeState, batch: int, logits: Tensor, frontier: Frontier, features: Tensor, pool: DraftPool, depth: int) -> tuple[Frontier, Tensor]:
+    """Rejection sampling: like `expand`, with children drawn without replacement from the filtered draft distribution, which is returned as [B, F, draft vocabulary]."""
+    level, top_k, drafter = models.shape.levels[depth], models.shape.top_k, models.drafter
+    rows, vocab = batch * level.frontier, logits.shape[-1]
+    params = {name: getattr(state, name)[:batch, :1].expand(-1, level.frontier).reshape(-1) for name in ("temperature", "top_k", "top_p", "min_p", "seeds")}
+    seeds = params.pop("seeds")
+    # The children of a node at this depth stand at position seq_len + depth + 1.
+    positions = (state.seq_lens[:batch, None].long() + depth + 1).expand(-1, level.frontier).reshape(-1)
+    flat = logits.reshape(rows, vocab)
+    probs = filter_probs(flat, **params, order=models.filter_order).view(batch, level.frontier, vocab)
+    children = draw_children(flat, **params, seeds=seeds, positions=positions, count=top_k, lanes=level.frontier, order=models.filter_order)
+    if drafter.draft_to_target is not None:
+        children = torch.where(children < 0, children, drafter.draft_to_target[children.clamp(min=0)])
+    place = slice(level.pool_offset, level.pool_offset + level.frontier * top_k)
+    pool.tokens[:, place] = children.view(batch, -1)
+    pool.scores[:, place] = 0.0
+    pool.parents[:, place] = frontier.pool_index.repeat_interleave(top_k, dim=1)
+    chosen = level.choices.long()
+    parent = chosen // top_k
+    mask = frontier.mask[:, parent]
+    for j in range(level.next_size):
+        row = level.first_row + j
+        mask[:, j, row // 64] |= torch.tensor(1 << row % 64 if row % 64 < 63 else -(1 << 63))
+    pool_index = (level.pool_offset + level.choices)[None].expand(batch, -1).contiguous()
+    return Frontier(pool.tokens[:, level.pool_offset + chosen], pool.scores[:, level.pool_offset + chosen], pool_index, features[:, parent], mask), probs
+
+
+def verify(models: Models, state: DecodeState, batch: int, tree: Tree) -> tuple[Tensor, Tensor]:
+    """The target's forward over the tree: features [B, N, H] and logits [B * N, V]."""
+    features = models.target.forward(tree.tokens, tree.position_ids, state.target_cache, state.seq_lens[:batch], state.page_table[:batch], tree.packed_ancestor_mask)
+    return features, models.target.logits(features.view(-1, features.shape[-1]))
+
+
+def choose(models: Models, state: DecodeState, batch: int, tree: Tree, logits: Tensor, draft_probs: list[Tensor] | None) -> Accepted:
+    """Draw the target's tokens and walk down the tree along them."""
+    shape, params = models.shape, state.sampling(batch)
+    seeds = params.pop("seeds")
+    if models.rejection and shape.levels:
+        target_probs = filter_probs(logits, **params, order=models.filter_order).view(batch, shape.num_nodes, -1)
+        all_draft_probs = torch.zeros_like(target_probs)
+        for nodes, probs in zip(shape.frontier_nodes, draft_probs):
+            for i, node in enumerate(nodes):
+                if models.drafter.draft_to_target is None:
+                    all_draft_probs[:, node] = probs[:, i]
+                else:
+                    all_draft_probs[:, node, models.drafter.draft_to_target] = probs[:, i]
+        positions = state.seq_lens[:batch].long() + 1
+        return accept_rejection(tree.tokens, tree.parent, target_probs, all_draft_probs, state.seeds[:batch, 0].contiguous(), positions, state.active[:batch], shape.max_depth)
+    sampled = sample(logits, **params, seeds=seeds, positions=(tree.position_ids + 1).view(-1), order=models.filter_order)
+    return accept(tree.tokens, tree.parent, sampled.view(batch, -1), state.active[:batch], shape.max_depth)
+
+
+def commit(models: Models, state: DecodeState, batch: int, tree: Tree, accepted: Accepted, features: Tensor) -> None:
+    """Keep the accepted rows, hand their features and tokens to the next draft, advance seq_lens."""
+    nodes = accepted.accepted_nodes.clamp(min=0).long()
+    if models.shape.levels:
+        compact(state.target_cache, state.page_table[:batch], state.seq_lens[:batch], accepted.accepted_nodes, accepted.num_accepted_drafts)
+        state.pending_features[:batch] = features.gather(1, nodes[:, :, None].expand(-1, -1, features.shape[-1]))
+    # The token after accepted node i is that of accepted node i + 1, after the last one the bonus token.
+    tokens = state.pending_tokens[:batch]
+    tokens[:, :-1] = tree.tokens.gather(1, nodes[:, 1:])
+    tokens.scatter_(1, accepted.num_accepted_drafts[:, None].long(), accepted.bonus_token[:, None])
+    emitted = accepted.num_accepted_drafts + 1
+    state.num_pending[:batch] = emitted
+    state.root_tokens[:batch] = accepted.bonus_token
+    state.seq_lens[:batch] += torch.where(state.active[:batch], emitted, 0).int()
+
+
+def prefill(models: Models, state: DecodeState, slot: int, prompt: Tensor, chunk: int, timer: PhaseTimer) -> None:
+    """Commit a prompt [n] int64 to one slot and draw its first token, which becomes the root and the only pending token."""
+    timer.start()
+    target, drafter = models.target, models.drafter
+    page_table = state.page_table[slot : slot + 1]
+    for start in range(0, len(prompt), chunk):
+        tokens = prompt[None, start : start + chunk]
+        position_ids = torch.arange(start, start + tokens.shape[1])[None]
+        seq_lens = torch.tensor([start], dtype=torch.int32)
+        features = target.forward(tokens, position_ids, state.target_cache, seq_lens, page_table)
+        following = prompt[None, start + 1 : start + 1 + chunk]
+        if models.shape.levels and following.shape[1] > 0:
+            # The pair of the last prompt token waits for the first token of the answer.
+            pairs = following.shape[1]
+            drafter.forward(following, features[:, :pairs], position_ids[:, :pairs], state.draft_cache[0], seq_lens, page_table)
+    last = features[:, -1]
+    logits = target.logits(last)
+    params = {name: getattr(state, name)[slot, :1] for name in ("temperature", "top_k", "top_p", "min_p", "seeds")}
+    first = sample(logits, **params, positions=torch.tensor([len(prompt)]), order=models.filter_order)
+    state.seq_lens[slot] = len(prompt)
+    state.root_tokens[slot] = first[0]
+    state.num_pending[slot] = 1
+    state.pending_tokens[slot, 0] = first[0]
+    state.pending_features[slot, 0] = last[0]
+    timer.lap("prefill")

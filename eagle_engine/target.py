@@ -1,0 +1,175 @@
+"""The target model: a decoder of any supported family on the ops of eagle_kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from eagle_engine.checkpoint import Checkpoint
+from eagle_engine.errors import EagleError
+from eagle_engine.model_config import ModelConfig
+from eagle_engine.rope import rope_table
+from eagle_engine.target_weights import load_weights, packed_shapes
+from eagle_kernels import (
+    embedding,
+    expert_linear,
+    linear,
+    rms_norm,
+    rope_store_kv,
+    route_experts,
+    silu_mul,
+    tree_attention,
+)
+from eagle_kernels.linear import PackedWeight
+
+
+@dataclass(slots=True)
+class Layer:
+    """Weights of one decoder layer; norms and biases float32. With a router, gate_up and down hold all experts."""
+
+    attention_norm: torch.Tensor
+    qkv: PackedWeight
+    qkv_bias: torch.Tensor | None
+    q_norm: torch.Tensor | None
+    k_norm: torch.Tensor | None
+    o: PackedWeight
+    o_bias: torch.Tensor | None
+    mlp_norm: torch.Tensor
+    gate_up: PackedWeight
+    gate_up_bias: torch.Tensor | None
+    down: PackedWeight
+    down_bias: torch.Tensor | None
+    router: PackedWeight | None
+
+
+class TargetModel:
+    """Features and logits of tokens, given a paged cache of those before them.
+
+    Every row of every result depends on that row's inputs and its own prefix alone, bit for bit.
+    """
+
+    def __init__(self, config: ModelConfig, weights: dict[str, torch.Tensor], max_positions: int) -> None:
+        """weights: as `target_weights.load_weights` makes them; positions 0..max_positions - 1 can be used."""
+        self.config = config
+        self.max_positions = max_positions
+        self.num_bytes = sum(tensor.nbytes for tensor in weights.values())
+        shapes = packed_shapes(config)
+
+        def take(name: str) -> torch.Tensor | PackedWeight | None:
+            tensor = weights.get(name)
+            kind = name.rsplit(".", 1)[-1]
+            return PackedWeight(tensor, *shapes[kind]) if tensor is not None and kind in shapes else tensor
+
+        self.embedding = take("embedding")
+        self.head = self.embedding if config.tie_word_embeddings else take("head")
+        self.final_norm = take("final_norm")
+        self.dtype = self.embedding.data.dtype
+        self.layers = [
+            Layer(**{field: take(f"layers.{i}.{field}") for field in Layer.__slots__}) for i in range(config.num_layers)
+        ]
+        self.rope_table = rope_table(config, max_positions)
+
+    @classmethod
+    def from_checkpoint(
+        cls,
+        checkpoint: Checkpoint,
+        dtype: torch.dtype = torch.float32,
+        max_positions: int | None = None,
+        progress: bool = True,
+        cache_directory: Path | None = None,
+    ) -> TargetModel:
+        """Read, convert and pack the weights (from the weight cache if the checkpoint is a GGUF file seen before).
+
+        dtype          of the weights: float32 or bfloat16
+        max_positions  default: the model's max_position_embeddings
+        """
+        if dtype not in (torch.float32, torch.bfloat16):
+            raise EagleError(f"weights can be held in float32 or bfloat16, not in {dtype}")
+        if max_positions is None:
+            max_positions = checkpoint.config.max_position_embeddings
+        return cls(checkpoint.config, load_weights(checkpoint, dtype, progress, cache_directory), max_positions)
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """token_ids [...] int64 (below 0: as 0) -> [..., H] float32."""
+        return embedding(token_ids, self.embedding)
+
+    def logits(self, features: torch.Tensor) -> torch.Tensor:
+        """features [..., H] float32 -> [..., V] float32."""
+        return linear(features, self.head)
+
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        cache: torch.Tensor | Sequence[torch.Tensor],
+        seq_lens: torch.Tensor,
+        page_table: torch.Tensor,
+        packed_ancestor_mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Run Q tentative rows of each sequence and store their keys and values behind the committed ones.
+
+        token_ids, position_ids   [B, Q] int64, Q <= 256
+        cache                     [layers, 2, pages, page_size, kv_heads, head_dim], or its layers as a list; modified:
+                                  tentative row i of sequence b gets the keys and values of token_ids[b, i]
+        seq_lens                  [B] int32, committed rows
+        page_table                [B, max_pages] int32
+        packed_ancestor_mask      [B, Q, W] int64; None: row i sees tentative rows 0..i
+
+        Returns the features after the final norm, [B, Q, H] float32.
+        """
+        config = self.config
+        batch, queries = token_ids.shape
+        rows = batch * queries
+        num_heads, head_dim, eps, window = config.num_heads, config.head_dim, config.rms_norm_eps, config.sliding_window
+        num_qk_heads = num_heads + config.num_kv_heads
+        num_qkv_heads = num_qk_heads + config.num_kv_heads
+        rope = self.rope_table
+
+        # Buffers and their views serve all layers. Between attention and attention everything is a matrix of `rows` rows.
+        hidden = embedding(token_ids.reshape(-1), self.embedding)
+        x, update = torch.empty_like(hidden), torch.empty_like(hidden)
+        qkv = hidden.new_empty(rows, num_qkv_heads * head_dim)
+        heads = qkv.view(rows, num_qkv_heads, head_dim)
+        q_rows, k_rows = heads[:, :num_heads], heads[:, num_heads:num_qk_heads]
+        heads = heads.view(batch, queries, num_qkv_heads, head_dim)
+        q, k, v = heads[:, :, :num_heads], heads[:, :, num_heads:num_qk_heads], heads[:, :, num_qk_heads:]
+        attended = hidden.new_empty(batch, queries, num_heads, head_dim)
+        attended_rows = attended.view(rows, num_heads * head_dim)
+        gate_up = hidden.new_empty(rows, 2 * config.intermediate_size)
+        inner = hidden.new_empty(rows, config.intermediate_size)
+
+        residual = (
+            None  # The first norm takes the embeddings alone; each later one adds the last block's update to them.
+        )
+        for layer, layer_cache in zip(self.layers, cache):
+            rms_norm(hidden if residual is None else update, layer.attention_norm, eps, residual, out=x)
+            residual = hidden
+            linear(x, layer.qkv, layer.qkv_bias, out=qkv)
+            if layer.q_norm is not None:
+                rms_norm(q_rows, layer.q_norm, eps, out=q_rows)
+                rms_norm(k_rows, layer.k_norm, eps, out=k_rows)
+            rope_store_kv(q, k, v, position_ids, rope, layer_cache, page_table, seq_lens)
+            tree_attention(q, layer_cache, page_table, seq_lens, packed_ancestor_mask, window=window, out=attended)
+            linear(attended_rows, layer.o, layer.o_bias, out=update)
+            rms_norm(update, layer.mlp_norm, eps, residual, out=x)
+            if layer.router is None:
+                linear(x, layer.gate_up, layer.gate_up_bias, out=gate_up)
+                linear(silu_mul(gate_up, out=inner), layer.down, layer.down_bias, out=update)
+            else:
+                update = self._expert_mlp(x, layer)
+        return rms_norm(update, self.final_norm, eps, residual, out=x).view(batch, queries, config.hidden_size)
+
+    def _expert_mlp(self, x: torch.Tensor, layer: Layer) -> torch.Tensor:
+        top_k = self.config.num_experts_per_token
+        weights, expert_ids = route_experts(linear(x, layer.router), top_k)
+        expert_ids = expert_ids.view(-1)
+        inner = silu_mul(expert_linear(x.repeat_interleave(top_k, dim=0), layer.gate_up, expert_ids))
+        outputs = expert_linear(inner, layer.down, expert_ids).view(-1, top_k, x.shape[-1])
+        # Added in the order of the experts' ranks, one product and one sum at a time: the same bits for any number of rows.
+        total = outputs[:, 0] * weights[:, :1]
+        for rank in range(1, top_k):
+            total = total + outputs[:, rank] * weights[:, rank : rank + 1]
+        return total

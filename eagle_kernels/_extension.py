@@ -1,0 +1,42 @@
+"""Loads the native extension; the ops of `torch.ops.eagle_kernels` exist once this module has been imported."""
+
+import torch  # noqa: F401  (its libraries must be loaded first)
+
+try:
+    from eagle_kernels import _C
+except ImportError as error:
+    raise ImportError(
+        f"eagle_kernels: the native extension is missing or was built for another torch ({error}); build it with `pip install --no-build-isolation -e .` at the root of the repository"
+    ) from error
+
+OPS = torch.ops.eagle_kernels
+
+
+def isa() -> str:
+    """Instruction set of the CPU kernels in use: "avx512", "avx2" or "portable"."""
+    return _C.isa()
+
+
+def set_isa(name: str) -> None:
+    """Choose the instruction set of the CPU kernels for this process; all give the same bits.
+
+    Raises ValueError when the processor lacks it.
+    """
+    _C.set_isa(name)
+
+
+def available_isas() -> list[str]:
+    """Instruction sets that this processor has, "portable" first."""
+    return _C.available_isas()
+
+
+# The ops only write to tensors they are given, so there is no result whose shape must be inferred.
+def _no_result(*args, **kwargs) -> None:
+    return None
+
+
+for _name in (
+    "linear", "expert_linear", "embedding", "rms_norm", "silu_mul", "route_experts", "rope_store_kv", "tree_attention", "sample", "filter_probs", "draw_children", "noise", "expand", "rerank", "accept",
+    "accept_rejection", "compact",
+):  # fmt: skip
+    torch.library.register_fake(f"eagle_kernels::{_name}", _no_result)

@@ -1,0 +1,53 @@
+"""One level of the draft tree (EAGLE-2: Li et al., 2024, section 4.1)."""
+
+import torch
+from torch import Tensor
+
+from eagle_kernels._extension import OPS
+from eagle_kernels.types import DraftPool, Frontier
+
+
+def expand(
+    logits: Tensor,
+    frontier_scores: Tensor,
+    frontier_pool_index: Tensor,
+    features: Tensor,
+    frontier_mask: Tensor,
+    pool: DraftPool,
+    pool_offset: int,
+    top_k: int,
+    *,
+    first_row: int,
+    next_size: int,
+    draft_to_target: Tensor | None = None,
+    choices: Tensor | None = None,
+) -> Frontier:
+    """The top_k continuations of every frontier node into the pool, and the best of them as the next frontier.
+
+    logits               [B, F, Vd] fp32, last dimension contiguous
+    frontier_scores      [B, F] fp32
+    frontier_pool_index  [B, F] int32; root -1
+    features             [B, F, H] fp32, of the frontier nodes
+    frontier_mask        [B, F, W] int64
+    pool                 DraftPool [B, P]; candidates f * top_k + r are written at pool_offset + f * top_k + r
+    top_k                at most 64
+    first_row            tentative row of the first node of the next frontier
+    next_size            nodes of the next frontier, 0 to F * top_k
+    draft_to_target      [Vd] int64, target id of each draft id, or None
+    choices              [next_size] int32, candidates that form the next frontier (static trees), or None: the best by (score descending, index ascending)
+    returns              Frontier of next_size nodes, with the features of their parents
+
+    score = frontier_score + log-softmax(logits)[token], in fp32, never above the parent's. Per row the order is (logit descending, id ascending), NaN counts as -inf.
+    """
+    batch, _, words = frontier_mask.shape
+    hidden = features.shape[-1]
+    device = logits.device
+    frontier = Frontier(
+        torch.empty(batch, next_size, dtype=torch.int64, device=device),
+        torch.empty(batch, next_size, dtype=torch.float32, device=device),
+        torch.empty(batch, next_size, dtype=torch.int32, device=device),
+        torch.empty(batch, next_size, hidden, dtype=torch.float32, device=device),
+        torch.empty(batch, next_size, words, dtype=torch.int64, device=device),
+    )
+    OPS.expand(logits, frontier_scores, frontier_pool_index, features, frontier_mask, *pool, pool_offset, top_k, first_row, draft_to_target, choices, *frontier)
+    return frontier

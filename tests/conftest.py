@@ -1,0 +1,55 @@
+"""Seeding, CPU code paths and hypothesis settings shared by all tests."""
+
+import random
+import zlib
+from collections.abc import Iterator
+
+import eagle_kernels
+import numpy
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+# The code path stays the same over the examples of one test, so the function-scoped `isa` fixture is safe with hypothesis.
+settings.register_profile(
+    "eagle",
+    deadline=None,
+    derandomize=True,
+    max_examples=40,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+settings.load_profile("eagle")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+
+
+@pytest.fixture(autouse=True)
+def seed_from_name(request: pytest.FixtureRequest) -> None:
+    """Fresh random inputs per test, the same ones on every run."""
+    seed = zlib.crc32(f"{request.node.path.name}::{request.node.name}".encode())
+    random.seed(seed)
+    numpy.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+@pytest.fixture(params=eagle_kernels.available_isas())
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Each CPU code path that this machine can run."""
+    previous = eagle_kernels.isa()
+    eagle_kernels.set_isa(request.param)
+    yield request.param
+    eagle_kernels.set_isa(previous)
+
+
+@pytest.fixture
+def restore_num_threads() -> Iterator[None]:
+    """For tests that call torch.set_num_threads."""
+    previous = torch.get_num_threads()
+    yield
+    torch.set_num_threads(previous)
