@@ -143,13 +143,15 @@ def assert_exact(actual: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 def byte_rows(x: torch.Tensor) -> torch.Tensor:
-    return x.detach().contiguous().reshape(-1, 1).view(torch.uint8)
+    dense = torch.empty(x.numel(), dtype=x.dtype).copy_(x.flatten())  # .contiguous() would keep odd strides of dimensions of size 1
+    return dense.view(torch.uint8).view(-1, x.element_size())
 
 
 def assert_close_fp32(actual: torch.Tensor, oracle: torch.Tensor, torch_fp32: torch.Tensor) -> None:
-    """Error against the fp64 oracle at most twice that of PyTorch in fp32, plus half a unit in the last place of the largest value.
+    """Root mean square error against the fp64 oracle at most twice that of PyTorch in fp32; infinities and NaN in the same places.
 
-    Holds for the greatest error and for the root mean square; infinities and NaN must sit in the same places.
+    The greatest error may be three times PyTorch's: of two equally good orders of summation in PyTorch itself, one has up to 2.1 times
+    the greatest error of the other. Both limits are plus one unit in the last place of the largest value.
     """
     assert actual.shape == oracle.shape, f"shape {list(actual.shape)}, expected {list(oracle.shape)}"
     assert actual.dtype == torch.float32 and oracle.dtype == torch.float64
@@ -161,12 +163,12 @@ def assert_close_fp32(actual: torch.Tensor, oracle: torch.Tensor, torch_fp32: to
         return
     error = (actual.double() - oracle)[finite].abs()
     allowed = (torch_fp32.double() - oracle)[finite].abs()
-    floor = 2.0**-24 * float(oracle[finite].abs().max())
-    for name, value, limit in (
-        ("greatest", error.max(), allowed.max()),
-        ("root mean square", error.square().mean().sqrt(), allowed.square().mean().sqrt()),
+    floor = 2.0**-23 * float(oracle[finite].abs().max())
+    for name, factor, value, limit in (
+        ("greatest", 3, error.max(), allowed.max()),
+        ("root mean square", 2, error.square().mean().sqrt(), allowed.square().mean().sqrt()),
     ):
-        if not value <= 2 * limit + floor:
+        if not value <= factor * limit + floor:
             flat = int(error.argmax())
             pytest.fail(
                 f"{name} error {float(value):.3e}, PyTorch's own {float(limit):.3e}, floor {floor:.1e}; "
@@ -196,15 +198,18 @@ def assert_bad_tensors_refused(
     *,
     any_stride: Sequence[str] = (),
     any_shape: Sequence[str] = (),
+    any_dtype: Sequence[str] = (),
     first: str | None = None,
 ) -> None:
     """Each named tensor is refused by name with a wrong dtype, one dimension too many, strided elements or another device.
 
-    any_stride: tensors whose stride is free; any_shape: those whose rank is; first: the tensor that says which device is right.
+    any_stride, any_shape, any_dtype: tensors that are free in that respect; first: the tensor that says which device is right.
     """
     for name in names:
         good = arguments[name]
-        bad = {"dtype": good.to(WRONG_DTYPE[good.dtype])}
+        bad = {}
+        if name not in any_dtype:
+            bad["dtype"] = good.to(WRONG_DTYPE[good.dtype])
         if name not in any_shape:
             bad["shape"] = good.unsqueeze(0)
         if name not in any_stride:

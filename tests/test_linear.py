@@ -28,11 +28,11 @@ def test_pack_and_unpack(shape: tuple[int, int], dtype: torch.dtype) -> None:
     assert_exact(unpack_weight(packed), weight)
 
 
-@pytest.mark.parametrize("num_rows", [1, 2, 5, 6, 7, 16, 63])
 @dtypes
 @shapes
-def test_matches_reference(shape: tuple[int, int], dtype: torch.dtype, num_rows: int, isa: str) -> None:
-    x, bias = torch.randn(num_rows, shape[1]), torch.randn(shape[0])
+def test_matches_reference(shape: tuple[int, int], dtype: torch.dtype, isa: str) -> None:
+    """One number of rows is enough: test_row_invariance.py shows that the others give the same bits."""
+    x, bias = torch.randn(77, shape[1]), torch.randn(shape[0])
     packed = pack_weight(torch.randn(shape).to(dtype))
     for chosen_bias in (None, bias):
         oracle = reference.linear(x.double(), packed, None if chosen_bias is None else bias.double())

@@ -30,11 +30,10 @@ static inline f32x16 scale_by_power(f32x16 x, f32x16 n) {
 }
 static inline bool any_greater(f32x16 a, f32x16 b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_GT_OQ) != 0; }
 static inline bool any_nan(f32x16 a) { return _mm512_cmp_ps_mask(a.v, a.v, _CMP_UNORD_Q) != 0; }
-// Lane j of `even` and `odd` are the two consecutive bf16 numbers at p[2j], p[2j + 1].
-static inline void load_bf16_pairs(const uint16_t* p, f32x16& even, f32x16& odd) {
-    const __m512i raw = _mm512_loadu_si512(p);
-    even = {_mm512_castsi512_ps(_mm512_slli_epi32(raw, 16))};
-    odd = {_mm512_castsi512_ps(_mm512_and_si512(raw, _mm512_set1_epi32(static_cast<int>(0xFFFF0000u))))};
+// Lane j is the bf16 number at p[2j], or at p[2j + 1].
+static inline f32x16 load_bf16_even(const uint16_t* p) { return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_loadu_si512(p), 16))}; }
+static inline f32x16 load_bf16_odd(const uint16_t* p) {
+    return {_mm512_castsi512_ps(_mm512_and_si512(_mm512_loadu_si512(p), _mm512_set1_epi32(static_cast<int>(0xFFFF0000u))))};
 }
 static inline f32x16 load_bf16(const uint16_t* p) {
     return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))), 16))};
@@ -69,12 +68,13 @@ static inline bool any_greater(f32x16 a, f32x16 b) {
 static inline bool any_nan(f32x16 a) {
     return _mm256_movemask_ps(_mm256_or_ps(_mm256_cmp_ps(a.lo, a.lo, _CMP_UNORD_Q), _mm256_cmp_ps(a.hi, a.hi, _CMP_UNORD_Q))) != 0;
 }
-static inline void load_bf16_pairs(const uint16_t* p, f32x16& even, f32x16& odd) {
-    const __m256i lo = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
-    const __m256i hi = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + 16));
+static inline __m256i load_words(const uint16_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
+static inline f32x16 load_bf16_even(const uint16_t* p) {
+    return {_mm256_castsi256_ps(_mm256_slli_epi32(load_words(p), 16)), _mm256_castsi256_ps(_mm256_slli_epi32(load_words(p + 16), 16))};
+}
+static inline f32x16 load_bf16_odd(const uint16_t* p) {
     const __m256i high_half = _mm256_set1_epi32(static_cast<int>(0xFFFF0000u));
-    even = {_mm256_castsi256_ps(_mm256_slli_epi32(lo, 16)), _mm256_castsi256_ps(_mm256_slli_epi32(hi, 16))};
-    odd = {_mm256_castsi256_ps(_mm256_and_si256(lo, high_half)), _mm256_castsi256_ps(_mm256_and_si256(hi, high_half))};
+    return {_mm256_castsi256_ps(_mm256_and_si256(load_words(p), high_half)), _mm256_castsi256_ps(_mm256_and_si256(load_words(p + 16), high_half))};
 }
 static inline __m256 widen_bf16(const uint16_t* p) {
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))), 16));
@@ -111,12 +111,8 @@ static inline f32x16 scale_by_power(const f32x16& x, const f32x16& n) {
 }
 static inline bool any_greater(const f32x16& a, const f32x16& b) { bool r = false; EK_LANES r |= a.v[j] > b.v[j]; return r; }
 static inline bool any_nan(const f32x16& a) { bool r = false; EK_LANES r |= a.v[j] != a.v[j]; return r; }
-static inline void load_bf16_pairs(const uint16_t* p, f32x16& even, f32x16& odd) {
-    EK_LANES {
-        even.v[j] = float_from_bits(static_cast<uint32_t>(p[2 * j]) << 16);
-        odd.v[j] = float_from_bits(static_cast<uint32_t>(p[2 * j + 1]) << 16);
-    }
-}
+static inline f32x16 load_bf16_even(const uint16_t* p) { f32x16 r; EK_LANES r.v[j] = float_from_bits(static_cast<uint32_t>(p[2 * j]) << 16); return r; }
+static inline f32x16 load_bf16_odd(const uint16_t* p) { f32x16 r; EK_LANES r.v[j] = float_from_bits(static_cast<uint32_t>(p[2 * j + 1]) << 16); return r; }
 static inline f32x16 load_bf16(const uint16_t* p) { f32x16 r; EK_LANES r.v[j] = float_from_bits(static_cast<uint32_t>(p[j]) << 16); return r; }
 #undef EK_LANES
 

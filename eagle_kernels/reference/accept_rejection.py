@@ -68,6 +68,7 @@ def accept_rejection(
         noise = gumbel_noise(seeds[b : b + 1], position, vocab_size, stream=RESIDUAL_STREAM)[0].tolist()
         scores = [math.log(pi) + noise[i] if pi > 0 else -math.inf for i, pi in enumerate(p)]
         set_path(accepted, b, path, first_argmax(scores) if max(scores) > -math.inf else -1)
+    return accepted
 
 
 def normalise(weights: list[float], otherwise: list[float]) -> list[float]:

@@ -1,0 +1,166 @@
+"""Options of every command. Nothing here imports torch: help and mistakes answer at once."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from eagle_engine.config import ACCEPTANCE_RULES, TREES, EagleConfig
+from eagle_engine.errors import EagleError
+from eagle_engine.evaluation import SUITES
+
+DTYPES = ("auto", "float32", "bfloat16")
+DEFAULTS = EagleConfig()
+
+
+class Parser(argparse.ArgumentParser):
+    """A mistake is an EagleError, which `main` prints in one line."""
+
+    def error(self, message: str):
+        raise EagleError(f"{message} (see {self.prog} --help)")
+
+
+class ShowVersion(argparse.Action):
+    def __call__(self, parser, namespace, values, option_string=None):
+        from importlib.metadata import PackageNotFoundError, version
+
+        try:
+            print(f"eagle-engine {version('eagle-engine')}")
+        except PackageNotFoundError:
+            print("eagle-engine (run from a source tree that is not installed)")
+        parser.exit()
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = Parser(prog="eagle", description="EAGLE speculative decoding whose tokens are those of plain decoding.", allow_abbrev=False)
+    parser.add_argument("--version", action=ShowVersion, nargs=0, help="print the version")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=Parser)
+
+    def command(name: str, help: str, description: str) -> argparse.ArgumentParser:
+        sub = commands.add_parser(name, help=help, description=description, allow_abbrev=False)
+        sub.set_defaults(module=name)
+        sub.add_argument("--json", action="store_true", help="print JSON on stdout, and nothing else there")
+        return sub
+
+    sub = command("generate", "answer prompts", "Answer one prompt, streaming, or several at once.")
+    sub.add_argument("prompt", nargs="*", help="prompts; without any, and without --prompts or --suite, one prompt is read from stdin")
+    _prompt_set(sub, required=False)
+    _prompt_form(sub)
+    _models(sub)
+    _tree(sub)
+    _sampling(sub, max_tokens=256)
+
+    sub = command("chat", "talk with the model", "A conversation. /reset forgets it, /exit or end of input leaves; Ctrl-C stops an answer.")
+    sub.add_argument("--system", metavar="TEXT", help="system message")
+    _models(sub, batch=False)
+    _tree(sub)
+    _sampling(sub, max_tokens=512)
+
+    sub = command(
+        "verify",
+        "compare plain with speculative decoding",
+        "Answer every prompt with plain decoding, one at a time, and with speculative decoding; report each difference with the logit margin between the two tokens. Exit status 1 when any differ.",
+    )
+    _prompt_set(sub)
+    _prompt_form(sub)
+    sub.add_argument("--turns", choices=("first", "all"), default="first", help="answer the first turn of each prompt, or all of them, the conversation following the plain answers (default: %(default)s)")
+    sub.add_argument("--plain-threads", type=int, metavar="N", help="threads for plain decoding (default: those of --threads)")
+    _models(sub)
+    _tree(sub)
+    _sampling(sub, max_tokens=128, seed="0")
+
+    sub = command(
+        "bench",
+        "measure plain and speculative decoding",
+        "Answer the first turn of each prompt with plain and with speculative decoding in turns, after a warm-up prompt. Times are those of whole answers, prefill included.",
+    )
+    _prompt_set(sub, default="mt_bench", limit=8)
+    _prompt_form(sub)
+    sub.add_argument("--baseline", choices=("transformers",), help="also measure greedy generate of transformers: same weights, dtype, prompts and number of tokens, in a process of its own")
+    _models(sub)
+    _tree(sub)
+    _sampling(sub, max_tokens=128, seed="0")
+
+    sub = command("inspect", "show what is in a target and a drafter", "Show what is in a target and a drafter, and whether the two fit. Only headers of the target are read. Exit status 1 when they do not fit.")
+    sub.add_argument("--target", default="demo", metavar="MODEL", help="as for generate, or none (default: %(default)s)")
+    sub.add_argument("--draft", default="auto", metavar="DRAFTER", help="a drafter directory, a hub id, none, or auto: the demo's with the demo target, else none (default: %(default)s)")
+
+    command("fetch", "download the demo target", "Download the demo target (SmolLM2-135M-Instruct, 98 MB), check it, print where it is.")
+
+    sub = command("demo", "plain and speculative decoding side by side", "Answer one prompt with plain and with speculative decoding, and compare. Exit status 1 when the tokens differ.")
+    sub.add_argument("prompt", nargs="?", default="Explain in a few sentences how a bicycle stays upright.", help="default: %(default)s")
+    sub.set_defaults(raw=False, system=None, baseline=None)
+    _models(sub, batch=False)
+    _tree(sub)
+    _sampling(sub, max_tokens=128, seed="0")
+    return parser
+
+
+def _prompt_set(sub: argparse.ArgumentParser, required: bool = True, default: str | None = None, limit: int | None = None) -> None:
+    group = sub.add_argument_group("prompts")
+    source = group.add_mutually_exclusive_group(required=required and default is None)
+    source.add_argument("--prompts", metavar="FILE", help='JSON lines: {"id": ..., "turns": ["...", ...]} or {"prompt": "..."}')
+    source.add_argument("--suite", choices=SUITES, default=default, help=f"prompts that ship with the package{f' (default: {default})' if default else ''}")
+    group.add_argument("--limit", type=int, default=limit, metavar="N", help=f"only the first N prompts (default: {limit or 'all'})")
+
+
+def _prompt_form(sub: argparse.ArgumentParser) -> None:
+    group = sub.add_argument_group("form of the prompts")
+    group.add_argument("--raw", action="store_true", help="take prompts as plain text, without the model's chat template")
+    group.add_argument("--system", metavar="TEXT", help="system message for the chat template")
+
+
+def _models(sub: argparse.ArgumentParser, batch: bool = True) -> None:
+    group = sub.add_argument_group("models")
+    group.add_argument("--target", default="demo", metavar="MODEL", help="demo, a Hugging Face directory, a .gguf file or a hub id (default: %(default)s)")
+    group.add_argument("--draft", default="auto", metavar="DRAFTER", help="a drafter directory, a hub id, none (plain decoding), or auto: the demo's with the demo target (default: %(default)s)")
+    group.add_argument("--dtype", choices=DTYPES, default="auto", help="of the weights; auto: float32 for float32 checkpoints, else bfloat16")
+    group.add_argument("--draft-vocab", type=_draft_vocab, default="auto", metavar="N|FILE|all", help="draft only the N most frequent tokens, or those in a file; all; auto: 8192 for the demo's drafter, else all")
+    group.add_argument("--threads", type=int, metavar="N", help="default: one for each core")
+    group.add_argument("--max-model-len", type=int, metavar="N", help="most tokens of prompt and answer together (default: what the model was made for, at most 8192)")
+    if batch:
+        group.add_argument("--batch-size", type=int, default=1, metavar="N", help="prompts that are answered together (default: %(default)s)")
+    else:
+        sub.set_defaults(batch_size=1)
+
+
+def _tree(sub: argparse.ArgumentParser) -> None:
+    group = sub.add_argument_group("draft tree")
+    group.add_argument("--tree", choices=TREES, default=DEFAULTS.tree, help="dynamic: shaped by the drafter's confidence (EAGLE-2); static: a fixed shape (EAGLE-1); chain (default: %(default)s)")
+    group.add_argument("--tree-top-k", type=int, default=DEFAULTS.top_k, metavar="N", help="dynamic tree: continuations of a node, and nodes expanded per level (default: %(default)s)")
+    group.add_argument("--max-depth", type=int, default=DEFAULTS.max_depth, metavar="N", help="dynamic tree and chain: greatest depth of a node (default: %(default)s)")
+    group.add_argument("--num-nodes", type=int, default=DEFAULTS.num_nodes, metavar="N", help="dynamic tree: nodes, the root included (default: %(default)s)")
+    group.add_argument("--choices", type=_choices, metavar="FILE", help="static tree: JSON list of paths of ranks, such as [[0], [1], [0, 0]] (default: a small built-in tree)")
+    group.add_argument("--acceptance", choices=ACCEPTANCE_RULES, default=DEFAULTS.acceptance, help="exact: the tokens of plain decoding; rejection: its distribution, for chains and static trees (default: %(default)s)")
+
+
+def _sampling(sub: argparse.ArgumentParser, max_tokens: int, seed: str = "a fresh one per prompt") -> None:
+    group = sub.add_argument_group("sampling")
+    group.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0: greedy (default: 0)")
+    group.add_argument("--top-p", type=float, default=1.0, metavar="P", help="1: off (default)")
+    group.add_argument("--top-k", type=int, default=0, metavar="N", help="0: off (default)")
+    group.add_argument("--min-p", type=float, default=0.0, metavar="P", help="0: off (default)")
+    group.add_argument("--seed", type=int, metavar="N", help=f"default: {seed}")
+    group.add_argument("--max-new-tokens", type=int, default=max_tokens, metavar="N", help="most tokens of an answer (default: %(default)s)")
+    group.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end the answer before this text; may be given several times")
+    group.add_argument("--stop-token-id", action="append", type=int, default=[], metavar="ID", help="end the answer at this token; may be given several times")
+    group.add_argument("--ignore-eos", action="store_true", help="go on after the model's end tokens")
+
+
+def _draft_vocab(text: str) -> int | str | Path | None:
+    if text == "all":
+        return None
+    if text == "auto":
+        return text
+    return int(text) if text.isascii() and text.isdigit() else Path(text)
+
+
+def _choices(file: str) -> tuple[tuple[int, ...], ...]:
+    try:
+        paths = json.loads(Path(file).expanduser().read_text(encoding="utf-8"))
+        return tuple(tuple(path) for path in paths)
+    except OSError as error:
+        raise EagleError(f"--choices {file}: {error.strerror or error}") from error
+    except (ValueError, TypeError) as error:
+        raise EagleError(f"--choices {file}: expected a JSON list of lists of ranks, such as [[0], [1], [0, 0]] ({error})") from error

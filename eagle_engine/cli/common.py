@@ -1,0 +1,123 @@
+"""From options to engines, parameters and token ids."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from typing import Any
+
+from eagle_engine.config import STATIC_CHOICES
+from eagle_engine.errors import EagleError
+from eagle_engine.evaluation import EvalPrompt, load_prompts
+from eagle_engine.sampling_params import SamplingParams
+
+
+def show_progress() -> bool:
+    """Progress bars are for people: on stderr, when that is a terminal."""
+    return sys.stderr.isatty()
+
+
+def note(message: str) -> None:
+    print(message, file=sys.stderr, flush=True)
+
+
+def print_json(value: Any) -> None:
+    print(json.dumps(value, ensure_ascii=False, indent=2, allow_nan=False))
+
+
+def sampling_params(args: argparse.Namespace, default_seed: int | None = None) -> SamplingParams:
+    return SamplingParams(
+        temperature=args.temperature,
+        top_p=args.top_p,
+        top_k=args.top_k,
+        min_p=args.min_p,
+        seed=default_seed if args.seed is None else args.seed,
+        max_tokens=args.max_new_tokens,
+        stop=args.stop,
+        stop_token_ids=args.stop_token_id,
+        ignore_eos=args.ignore_eos,
+    )
+
+
+def load_engine(args: argparse.Namespace):
+    """The engine that the options ask for."""
+    for name in ("threads", "plain_threads"):
+        if getattr(args, name, None) is not None and not 1 <= getattr(args, name) <= 1024:
+            raise EagleError(f"--{name.replace('_', '-')}: expected a whole number from 1 to 1024, got {getattr(args, name)}")
+    from eagle_engine.config import EagleConfig
+
+    config = EagleConfig(
+        tree=args.tree,
+        top_k=args.tree_top_k,
+        max_depth=args.max_depth,
+        num_nodes=args.num_nodes,
+        choices=STATIC_CHOICES if args.choices is None else args.choices,
+        acceptance=args.acceptance,
+        max_model_len=args.max_model_len,
+        max_batch_size=args.batch_size,
+    )
+    from eagle_engine.engine import Engine
+
+    return Engine.from_pretrained(
+        args.target, args.draft, dtype=args.dtype, draft_vocab=args.draft_vocab, threads=args.threads, progress=show_progress(), config=config
+    )
+
+
+def prompt_set(args: argparse.Namespace) -> list[EvalPrompt]:
+    """What --prompts or --suite names, cut at --limit."""
+    return load_prompts(args.prompts or args.suite, args.limit)
+
+
+def check_text(text: str, what: str) -> str:
+    """The text, if the tokenizer can take it."""
+    if not text.strip():
+        raise EagleError(f"{what} is empty")
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise EagleError(f"{what} is not valid Unicode: {error.reason}") from error
+    return text
+
+
+def encode_turns(engine, turns: list[str], *, raw: bool, system: str | None = None) -> list[int]:
+    """Token ids of a conversation: user's turns with the model's answers between them. Plain text when `raw` or when the model has no chat template."""
+    for turn in turns[::2]:
+        check_text(turn, "the prompt")
+    if raw or engine.tokenizer.chat_template is None:
+        if system is not None:
+            raise EagleError("--system needs a chat template: leave out --raw" if raw else "--system: this model has no chat template")
+        if len(turns) > 1:
+            raise EagleError("several turns need a chat template")
+        return engine.tokenizer.encode(turns[0])
+    roles = ("user", "assistant")
+    messages = [] if system is None else [{"role": "system", "content": check_text(system, "the system message")}]
+    messages += [{"role": roles[i % 2], "content": turn} for i, turn in enumerate(turns)]
+    return engine.encode_chat(messages)
+
+
+def describe_models(args: argparse.Namespace, engine) -> str:
+    """One line: target, dtype, threads, kernels, tree."""
+    import torch
+
+    import eagle_kernels
+
+    dtype = str(engine.models.target.dtype).removeprefix("torch.")
+    text = f"target {args.target}, {dtype}, {torch.get_num_threads()} thread{'s' if torch.get_num_threads() > 1 else ''} ({eagle_kernels.isa()})"
+    if engine.models.drafter is None:
+        return text
+    config, shape = engine.config, engine.models.shape
+    tree = {
+        "dynamic": f"dynamic tree, top_k {config.top_k}, max_depth {config.max_depth}, num_nodes {config.num_nodes}",
+        "static": f"static tree, {shape.num_nodes} nodes, depth {shape.max_depth}",
+        "chain": f"chain of {shape.max_depth}",
+    }[config.tree]
+    return f"{text}; {tree}; draft vocabulary {engine.models.drafter.vocab_size}"
+
+
+def describe_sampling(params: SamplingParams) -> str:
+    if params.temperature == 0:
+        return "greedy"
+    options = {"top_p": (params.top_p, 1.0), "top_k": (max(params.top_k, 0), 0), "min_p": (params.min_p, 0.0)}
+    extra = "".join(f", {name} {value:g}" for name, (value, off) in options.items() if value != off)
+    return f"temperature {params.temperature:g}{extra}, seed {params.seed}"

@@ -1,0 +1,111 @@
+"""Tiny engines: random targets, random drafters in the published layout, and drafters that know the answer."""
+
+from __future__ import annotations
+
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import torch
+from eagle_engine import EagleConfig, Engine, SamplingParams
+from eagle_engine.checkpoint import open_checkpoint
+from eagle_engine.drafter import Drafter, DrafterConfig
+from eagle_engine.target import TargetModel
+from eagle_engine.tree_shape import PLAIN
+from tiny_targets import save_directory
+from torch import Tensor
+
+MAX_POSITIONS = 512
+TREES = {
+    "dynamic": dict(tree="dynamic", top_k=3, max_depth=4, num_nodes=10),
+    "dynamic-wide": dict(tree="dynamic", top_k=5, max_depth=3, num_nodes=26),
+    "static": dict(tree="static"),
+    "chain": dict(tree="chain", max_depth=3),
+}
+
+
+@cache
+def tiny_target(case: str, max_positions: int = MAX_POSITIONS, dtype: torch.dtype = torch.float32, seed: int | None = None, **options) -> TargetModel:
+    """A random target of one of tiny_targets.CASES; the same object for the same arguments."""
+    with tempfile.TemporaryDirectory() as directory:
+        save_directory(Path(directory), case, **options)
+        return TargetModel.from_checkpoint(open_checkpoint(directory), dtype, max_positions, progress=False)
+
+
+def drafter_config(target: TargetModel, **options) -> dict:
+    """config.json of a drafter for this target."""
+    c = target.config
+    return {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": c.hidden_size, "intermediate_size": 56, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "num_hidden_layers": 1, "hidden_act": "silu", "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "vocab_size": c.vocab_size,
+    } | options  # fmt: skip
+
+
+def random_tensors(config: dict, *, scale: float = 0.15, embeddings: bool = False, seed: int = 0) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    parsed = DrafterConfig.from_dict(config)
+    shapes = parsed.expected_tensors() | ({"embed_tokens.weight": parsed.optional_tensors()["embed_tokens.weight"]} if embeddings else {})
+    return {name: (1.0 if "layernorm" in name else 0.0) + scale * torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+
+def random_drafter(target: TargetModel, *, draft_vocab: Tensor | None = None, **options) -> Drafter:
+    config = drafter_config(target, **options)
+    return Drafter(DrafterConfig.from_dict(config), random_tensors(config), target, max_positions=target.max_positions, draft_vocab=draft_vocab)
+
+
+class KnowingDrafter:
+    """Stands in for a Drafter and drafts from a table instead of a model: `predict(last token, its position) -> [V] logits`.
+
+    Its "features" carry the token and the position through the engine, so a wrong gather anywhere shows as a wrong draft.
+    """
+
+    def __init__(self, target: TargetModel, predict) -> None:
+        self.config = random_drafter(target).config
+        self.hidden_size, self.vocab_size = target.config.hidden_size, target.config.vocab_size
+        self.draft_to_target = None
+        self.predict = predict
+
+    def forward(self, token_ids, features, position_ids, cache, seq_lens, page_table, packed_ancestor_mask=None, row_offset=0) -> Tensor:
+        out = torch.zeros(*token_ids.shape, self.hidden_size)
+        out[..., 0], out[..., 1] = token_ids, position_ids + 1
+        return out
+
+    def logits(self, features: Tensor) -> Tensor:
+        rows = [self.predict(int(row[0]), int(row[1])) for row in features.reshape(-1, self.hidden_size)]
+        return torch.stack(rows).view(*features.shape[:-1], self.vocab_size)
+
+
+def oracle_drafter(target: TargetModel, text: list[int], ranks: list[int] | None = None) -> KnowingDrafter:
+    """Knows the whole text. The true next token has rank ranks[position % len(ranks)] among its drafts (default always first)."""
+
+    def predict(_token: int, position: int) -> Tensor:
+        logits = torch.linspace(0.0, 1.0, target.config.vocab_size)
+        if position + 1 < len(text):
+            rank = ranks[position % len(ranks)] if ranks else 0
+            # `rank` other tokens stand before it.
+            logits[logits.topk(rank).indices] = 9.0
+            logits[text[position + 1]] = 8.0 if rank else 9.0
+        return logits
+
+    return KnowingDrafter(target, predict)
+
+
+def bigram_drafter(target: TargetModel, texts: list[list[int]]) -> KnowingDrafter:
+    """Drafts what followed a token somewhere in the texts: right often, not always."""
+    table = torch.zeros(target.config.vocab_size, target.config.vocab_size)
+    for text in texts:
+        for a, b in zip(text, text[1:]):
+            table[a, b] += 1.0
+    return KnowingDrafter(target, lambda token, _position: table[token])
+
+
+def make_engine(target: TargetModel, drafter, tokenizer=None, *, eos: tuple[int, ...] = (), **options) -> Engine:
+    options = {"max_model_len": 200, "max_batch_size": 4, "page_size": 4} | options
+    return Engine(target, drafter, tokenizer, EagleConfig(**options), eos_token_ids=eos)
+
+
+def plain_tokens(target: TargetModel, prompt: list[int], params: SamplingParams, **options) -> list[int]:
+    """What plain decoding answers."""
+    engine = make_engine(target, None, **options)
+    assert engine.models.shape is PLAIN
+    return engine.generate([prompt], params)[0].token_ids
