@@ -64,6 +64,7 @@ class Engine:
         self.timer = PhaseTimer()
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
+        self._undelivered: list[RequestOutput] = []
         self._next_id = 0
 
     @classmethod
@@ -98,6 +99,8 @@ class Engine:
             if unknown:
                 raise EagleError(f"unknown option {unknown[0]!r}; options are {', '.join(EagleConfig.__dataclass_fields__)}")
             config = EagleConfig(**options)
+        if dtype != "auto" and dtype not in DTYPES:
+            raise EagleError(f"dtype: expected auto, {' or '.join(DTYPES)}, got {dtype!r}")
         if threads is not None:
             torch.set_num_threads(threads)
         is_demo = str(target) == DEMO
@@ -131,28 +134,24 @@ class Engine:
         params = sampling_params if isinstance(sampling_params, list) else [sampling_params or SamplingParams()] * len(prompts)
         if len(params) != len(prompts):
             raise EagleError(f"sampling_params: expected one, or {len(prompts)} for as many prompts, got {len(params)}")
-        outputs: dict[int, RequestOutput] = {}
-        order = []
+        requests: list[Request | RequestOutput] = []
         for prompt, param in zip(prompts, params):
             try:
-                order.append(self.add_request(prompt, param))
+                requests.append(self._enqueue(prompt, param, held=True))
             except EagleError as error:
-                failed = self._next_request_id()
                 text, ids = (prompt, []) if isinstance(prompt, str) else (None, list(prompt))
-                outputs[failed] = RequestOutput(failed, text, ids, "", [], "error", error=str(error))
-                order.append(failed)
-        wanted = set(order)
-        with tqdm(total=len(order), initial=len(outputs), desc="generating", unit="prompt", disable=not progress, leave=False) as bar:
+                requests.append(RequestOutput(self._next_request_id(), text, ids, "", [], "error", error=str(error)))
+        mine = [request for request in requests if isinstance(request, Request)]
+        with tqdm(total=len(mine), desc="generating", unit="prompt", disable=not progress, leave=False) as bar:
             try:
-                while not wanted <= outputs.keys():
-                    for output in self.step():
-                        outputs[output.request_id] = output
-                        bar.update()
-            except BaseException:
-                for request_id in wanted - outputs.keys():
-                    self.abort(request_id)
-                raise
-        return [outputs[request_id] for request_id in order]
+                while not all(request.finished for request in mine):
+                    self._advance()
+                    bar.update(sum(request.finished for request in mine) - bar.n)
+            finally:
+                for request in mine:
+                    if not request.finished:
+                        self.abort(request.request_id)
+        return [request.output() if isinstance(request, Request) else request for request in requests]
 
     def chat(self, messages: list[dict[str, str]], sampling_params: SamplingParams | None = None) -> RequestOutput:
         """The answer to a conversation [{"role": ..., "content": ...}, ...], through the model's chat template."""
@@ -164,21 +163,59 @@ class Engine:
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[TextDelta]:
         """The answer in pieces, as each step emits them; joined, their texts are the text of `generate`. Closing the iterator ends the request."""
-        request_id = self.add_request(prompt, sampling_params or SamplingParams())
-        request = self._waiting[-1]
+        request = self._enqueue(prompt, sampling_params or SamplingParams(), held=True)
         try:
             while not request.finished:
-                self.step()
+                self._advance()
                 text, tokens = request.delta()
                 if request.finish_reason == "error":
                     raise EagleError(request.error)
                 if text or tokens or request.finished:
                     yield TextDelta(text, tokens, request.finish_reason)
         finally:
-            self.abort(request_id)
+            self.abort(request.request_id)
 
     def add_request(self, prompt: Prompt, sampling_params: SamplingParams) -> int:
         """Queue a prompt; its request id. EagleError when it cannot be served."""
+        return self._enqueue(prompt, sampling_params, held=False).request_id
+
+    def has_unfinished(self) -> bool:
+        return bool(self._waiting or self._running or self._undelivered)
+
+    def abort(self, request_id: int) -> RequestOutput | None:
+        """End a request now and free its pages; its output so far, or None when it is not in the engine."""
+        for request in self._waiting:
+            if request.request_id == request_id:
+                self._waiting.remove(request)
+                request.finish("abort")
+                return request.output()
+        for slot, request in enumerate(self._running):
+            if request.request_id == request_id:
+                request.finish("abort")
+                return self._retire(slot)
+        return None
+
+    def step(self) -> list[RequestOutput]:
+        """Admit waiting requests, advance every running one by one draft-and-verify cycle; the outputs of the caller's requests that have ended since the last call."""
+        self._advance()
+        ended, self._undelivered = self._undelivered, []
+        return ended
+
+    @torch.inference_mode()
+    def _advance(self) -> None:
+        self._admit()
+        if not self._running:
+            return
+        batch = len(self._running)
+        run_step(self.models, self.state, batch, self.timer)
+        counts = self.state.num_pending[:batch].tolist()
+        tokens = self.state.pending_tokens[:batch].tolist()
+        for request, count, emitted in zip(self._running, counts, tokens):
+            request.append(emitted[:count])
+        self._retire_finished()
+
+    def _enqueue(self, prompt: Prompt, sampling_params: SamplingParams, held: bool) -> Request:
+        """held: whoever queued the request keeps it and reads its output there, instead of from `step`."""
         text = prompt if isinstance(prompt, str) else None
         ids = self._need_tokenizer().encode(prompt) if isinstance(prompt, str) else list(prompt)
         if not ids:
@@ -198,42 +235,12 @@ class Engine:
             raise EagleError(f"the request needs {needed} pages of the KV cache, which has {self.pages.num_pages}; ask for fewer tokens or raise num_pages")
         seed = secrets.randbits(63) if sampling_params.seed is None else sampling_params.seed
         request = Request(self._next_request_id(), text, ids, sampling_params, seed, limit, self.tokenizer, self.eos_token_ids)
+        request.held = held
         self._waiting.append(request)
-        return request.request_id
+        return request
 
-    def has_unfinished(self) -> bool:
-        return bool(self._waiting or self._running)
-
-    def abort(self, request_id: int) -> RequestOutput | None:
-        """End a request now and free its pages; its output so far, or None when it is not in the engine."""
-        for request in self._waiting:
-            if request.request_id == request_id:
-                self._waiting.remove(request)
-                request.finish("abort")
-                return request.output()
-        for slot, request in enumerate(self._running):
-            if request.request_id == request_id:
-                request.finish("abort")
-                return self._retire(slot)
-        return None
-
-    @torch.inference_mode()
-    def step(self) -> list[RequestOutput]:
-        """Admit waiting requests, advance every running one by one draft-and-verify cycle; the outputs of those that ended."""
-        ended = self._admit()
-        if self._running:
-            batch = len(self._running)
-            run_step(self.models, self.state, batch, self.timer)
-            counts = self.state.num_pending[:batch].tolist()
-            tokens = self.state.pending_tokens[:batch].tolist()
-            for request, count, emitted in zip(self._running, counts, tokens):
-                request.append(emitted[:count])
-            ended += self._retire_finished()
-        return ended
-
-    def _admit(self) -> list[RequestOutput]:
+    def _admit(self) -> None:
         """Prefill waiting requests, in order, as long as there are slots and pages for their longest course."""
-        ended = []
         while self._waiting and len(self._running) < self.config.max_batch_size:
             request = self._waiting[0]
             needed = self.pages.pages_for(len(request.prompt_ids) + request.limit + self._slack)
@@ -249,11 +256,16 @@ class Engine:
             self._running.append(request)
             prefill(self.models, self.state, slot, torch.tensor(request.prompt_ids), self.config.prefill_chunk, self.timer)
             request.append([int(self.state.root_tokens[slot])])
-            ended += self._retire_finished()
-        return ended
+            self._retire_finished()
 
-    def _retire_finished(self) -> list[RequestOutput]:
-        return [self._retire(slot) for slot in range(len(self._running) - 1, -1, -1) if self._running[slot].finished][::-1]
+    def _retire_finished(self) -> None:
+        # From the last slot down, since the last one moves into the gap of one that leaves.
+        for slot in range(len(self._running) - 1, -1, -1):
+            if self._running[slot].finished:
+                held = self._running[slot].held
+                output = self._retire(slot)
+                if not held:
+                    self._undelivered.append(output)
 
     def _retire(self, slot: int) -> RequestOutput:
         """Take a request out of its slot; the last slot moves into the gap, so that the running ones stay together."""
@@ -310,6 +322,4 @@ def _drafter_path(draft: str | Path | None, is_demo: bool) -> Path | None:
 def _dtype(wanted: str, stored: str, is_gguf: bool) -> torch.dtype:
     if wanted == "auto":
         return torch.float32 if stored == "float32" and not is_gguf else torch.bfloat16
-    if wanted not in DTYPES:
-        raise EagleError(f"dtype: expected auto, float32 or bfloat16, got {wanted!r}")
     return DTYPES[wanted]

@@ -22,6 +22,7 @@ class Request:
     limit       most tokens of the answer: max_tokens, or what the longest sequence leaves
     seed        the one that all its draws are keyed with
     pages       its pages of the KV cache while it runs
+    held        its output is read from here, not from Engine.step
     """
 
     request_id: int
@@ -37,6 +38,7 @@ class Request:
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     error: str | None = None
+    held: bool = False
 
     def __post_init__(self) -> None:
         self._stream = DecodeStream(skip_special_tokens=self.params.skip_special_tokens)

@@ -116,10 +116,10 @@ def draw_level(models: Models, state: DecodeState, batch: int, logits: Tensor, f
     """Rejection sampling: like `expand`, with children drawn without replacement from the filtered draft distribution, which is returned as [B, F, draft vocabulary]."""
     level, top_k, drafter = models.shape.levels[depth], models.shape.top_k, models.drafter
     rows, vocab = batch * level.frontier, logits.shape[-1]
-    params = {name: getattr(state, name)[:batch, :1].expand(-1, level.frontier).reshape(-1) for name in ("temperature", "top_k", "top_p", "min_p", "seeds")}
+    params = {name: getattr(state, name)[:batch, 0].repeat_interleave(level.frontier) for name in ("temperature", "top_k", "top_p", "min_p", "seeds")}
     seeds = params.pop("seeds")
     # The children of a node at this depth stand at position seq_len + depth + 1.
-    positions = (state.seq_lens[:batch, None].long() + depth + 1).expand(-1, level.frontier).reshape(-1)
+    positions = (state.seq_lens[:batch].long() + depth + 1).repeat_interleave(level.frontier)
     flat = logits.reshape(rows, vocab)
     probs = filter_probs(flat, **params, order=models.filter_order).view(batch, level.frontier, vocab)
     children = draw_children(flat, **params, seeds=seeds, positions=positions, count=top_k, lanes=level.frontier, order=models.filter_order)

@@ -12,6 +12,8 @@ from tokenizers import Tokenizer as Backend
 from eagle_engine.checkpoint import Checkpoint
 from eagle_engine.errors import EagleError
 
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+
 
 class Tokenizer:
     """backend: the `tokenizers.Tokenizer` underneath, for incremental decoding and anything else this class does not wrap.
@@ -82,6 +84,9 @@ def _from_directory(path: Path, eos_token_ids: Sequence[int]) -> Tokenizer:
     """`transformers` knows how each published directory wants its tokenizer put together."""
     from transformers import AutoTokenizer
 
+    if not any((path / name).is_file() for name in _TOKENIZER_FILES):
+        # transformers would make up an empty tokenizer for some families.
+        raise EagleError(f"{path}: no usable tokenizer: none of {', '.join(_TOKENIZER_FILES)} is there")
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
     except Exception as error:  # any of OSError, ValueError, ImportError, KeyError: all mean that the files do not fit

@@ -122,5 +122,5 @@ def test_bad_input_is_named() -> None:
         "num_accepted_drafts": num_accepted_drafts,
     }
     assert_bad_tensors_refused(compact, arguments, list(arguments), any_dtype=["kv_cache"], first="kv_cache")
-    for name in ("page_table", "accepted_nodes", "num_accepted_drafts"):
+    for name in ("seq_lens", "accepted_nodes", "num_accepted_drafts"):
         assert_refused(name, lambda: compact(**(arguments | {name: arguments[name][:1]})))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 
 from eagle_engine.config import ACCEPTANCE_RULES, TREES, EagleConfig
@@ -116,7 +115,7 @@ def _models(sub: argparse.ArgumentParser, batch: bool = True) -> None:
     group.add_argument("--target", default="demo", metavar="MODEL", help="demo, a Hugging Face directory, a .gguf file or a hub id (default: %(default)s)")
     group.add_argument("--draft", default="auto", metavar="DRAFTER", help="a drafter directory, a hub id, none (plain decoding), or auto: the demo's with the demo target (default: %(default)s)")
     group.add_argument("--dtype", choices=DTYPES, default="auto", help="of the weights; auto: float32 for float32 checkpoints, else bfloat16")
-    group.add_argument("--draft-vocab", type=_draft_vocab, default="auto", metavar="N|FILE|all", help="draft only the N most frequent tokens, or those in a file; all; auto: 8192 for the demo's drafter, else all")
+    group.add_argument("--draft-vocab", type=_draft_vocab, default="auto", metavar="N|FILE|all", help="draft only the N most frequent tokens, or those in a file; all; auto: the most frequent for the demo's drafter, else all")
     group.add_argument("--threads", type=int, metavar="N", help="default: one for each core")
     group.add_argument("--max-model-len", type=int, metavar="N", help="most tokens of prompt and answer together (default: what the model was made for, at most 8192)")
     if batch:
@@ -131,7 +130,7 @@ def _tree(sub: argparse.ArgumentParser) -> None:
     group.add_argument("--tree-top-k", type=int, default=DEFAULTS.top_k, metavar="N", help="dynamic tree: continuations of a node, and nodes expanded per level (default: %(default)s)")
     group.add_argument("--max-depth", type=int, default=DEFAULTS.max_depth, metavar="N", help="dynamic tree and chain: greatest depth of a node (default: %(default)s)")
     group.add_argument("--num-nodes", type=int, default=DEFAULTS.num_nodes, metavar="N", help="dynamic tree: nodes, the root included (default: %(default)s)")
-    group.add_argument("--choices", type=_choices, metavar="FILE", help="static tree: JSON list of paths of ranks, such as [[0], [1], [0, 0]] (default: a small built-in tree)")
+    group.add_argument("--choices", metavar="FILE", help="static tree: JSON list of paths of ranks, such as [[0], [1], [0, 0]] (default: a small built-in tree)")
     group.add_argument("--acceptance", choices=ACCEPTANCE_RULES, default=DEFAULTS.acceptance, help="exact: the tokens of plain decoding; rejection: its distribution, for chains and static trees (default: %(default)s)")
 
 
@@ -154,13 +153,3 @@ def _draft_vocab(text: str) -> int | str | Path | None:
     if text == "auto":
         return text
     return int(text) if text.isascii() and text.isdigit() else Path(text)
-
-
-def _choices(file: str) -> tuple[tuple[int, ...], ...]:
-    try:
-        paths = json.loads(Path(file).expanduser().read_text(encoding="utf-8"))
-        return tuple(tuple(path) for path in paths)
-    except OSError as error:
-        raise EagleError(f"--choices {file}: {error.strerror or error}") from error
-    except (ValueError, TypeError) as error:
-        raise EagleError(f"--choices {file}: expected a JSON list of lists of ranks, such as [[0], [1], [0, 0]] ({error})") from error

@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from pathlib import Path
 from typing import Any
 
-from eagle_engine.config import STATIC_CHOICES
+from eagle_engine.config import STATIC_CHOICES, EagleConfig
 from eagle_engine.errors import EagleError
 from eagle_engine.evaluation import EvalPrompt, load_prompts
 from eagle_engine.sampling_params import SamplingParams
@@ -23,7 +24,7 @@ def note(message: str) -> None:
 
 
 def print_json(value: Any) -> None:
-    print(json.dumps(value, ensure_ascii=False, indent=2, allow_nan=False))
+    print(json.dumps(value, ensure_ascii=False, allow_nan=False))
 
 
 def sampling_params(args: argparse.Namespace, default_seed: int | None = None) -> SamplingParams:
@@ -45,14 +46,12 @@ def load_engine(args: argparse.Namespace):
     for name in ("threads", "plain_threads"):
         if getattr(args, name, None) is not None and not 1 <= getattr(args, name) <= 1024:
             raise EagleError(f"--{name.replace('_', '-')}: expected a whole number from 1 to 1024, got {getattr(args, name)}")
-    from eagle_engine.config import EagleConfig
-
     config = EagleConfig(
         tree=args.tree,
         top_k=args.tree_top_k,
         max_depth=args.max_depth,
         num_nodes=args.num_nodes,
-        choices=STATIC_CHOICES if args.choices is None else args.choices,
+        choices=STATIC_CHOICES if args.choices is None else read_choices(args.choices),
         acceptance=args.acceptance,
         max_model_len=args.max_model_len,
         max_batch_size=args.batch_size,
@@ -62,6 +61,16 @@ def load_engine(args: argparse.Namespace):
     return Engine.from_pretrained(
         args.target, args.draft, dtype=args.dtype, draft_vocab=args.draft_vocab, threads=args.threads, progress=show_progress(), config=config
     )
+
+
+def read_choices(file: str) -> tuple[tuple[int, ...], ...]:
+    """The paths of a static tree; EagleConfig checks what they say."""
+    try:
+        return tuple(tuple(path) for path in json.loads(Path(file).expanduser().read_text(encoding="utf-8")))
+    except OSError as error:
+        raise EagleError(f"--choices {file}: {error.strerror or error}") from error
+    except (ValueError, TypeError) as error:
+        raise EagleError(f"--choices {file}: expected a JSON list of lists of ranks, such as [[0], [1], [0, 0]] ({error})") from error
 
 
 def prompt_set(args: argparse.Namespace) -> list[EvalPrompt]:

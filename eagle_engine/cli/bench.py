@@ -1,0 +1,158 @@
+"""eagle bench: plain and speculative decoding in one run, prompt by prompt in turns, so that a machine that slows down slows both."""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import sys
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+
+import torch
+from tqdm import tqdm
+
+from eagle_engine.cli.baseline import TransformersBaseline
+from eagle_engine.cli.common import describe_models, describe_sampling, encode_turns, load_engine, note, print_json, prompt_set, sampling_params, show_progress
+from eagle_engine.engine import Engine
+from eagle_engine.errors import EagleError
+from eagle_engine.outputs import RequestOutput
+from eagle_engine.sampling_params import SamplingParams
+from eagle_engine.step import PHASES
+
+
+@dataclass
+class Measured:
+    """Sums over the prompts that were answered; times are wall-clock around whole answers, prefill included."""
+
+    tokens: int = 0
+    seconds: float = 0.0
+    answers: int = 0
+    steps: int = 0
+    reached: list[float] = field(default_factory=list)  # steps whose accepted path reached depth 1, 2, ...
+    phases: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
+
+    def add(self, outputs: list[RequestOutput], seconds: float, phases: dict[str, float]) -> None:
+        self.seconds += seconds
+        for output in outputs:
+            self.tokens += len(output.token_ids)
+            self.answers += 1
+            self.steps += output.stats.steps
+            by_depth = output.stats.acceptance_by_depth
+            self.reached.extend([0.0] * (len(by_depth) - len(self.reached)))
+            for depth, share in enumerate(by_depth):
+                self.reached[depth] += share * output.stats.steps
+        for phase, spent in phases.items():
+            self.phases[phase] += spent
+
+    def report(self) -> dict:
+        decoding = self.seconds - self.phases["prefill"]
+        shares = {phase: spent / self.seconds for phase, spent in self.phases.items()}
+        return {
+            "tokens_per_second": self.tokens / self.seconds,
+            "decode_tokens_per_second": (self.tokens - self.answers) / decoding if self.tokens > self.answers else 0.0,
+            "tokens": self.tokens,
+            "seconds": self.seconds,
+            "steps": self.steps,
+            "acceptance_length": (self.tokens - self.answers) / self.steps if self.steps else 0.0,
+            "acceptance_by_depth": [count / self.steps for count in self.reached],
+            "time_share": shares | {"other": max(0.0, 1.0 - sum(shares.values()))},
+        }
+
+
+def run(args: argparse.Namespace) -> int:
+    params = sampling_params(args, default_seed=0)
+    if args.baseline and args.batch_size > 1:
+        raise EagleError("--baseline transformers answers one prompt at a time: use it with --batch-size 1")
+    prompts = prompt_set(args)
+    engine = load_engine(args)
+    speculative_engine = engine if engine.models.drafter is not None else None
+    plain_engine = engine if speculative_engine is None else engine.plain()
+    encoded = [encode_turns(engine, [prompt.turns[0]], raw=args.raw, system=args.system) for prompt in prompts]
+    groups = [range(start, min(start + args.batch_size, len(encoded))) for start in range(0, len(encoded), args.batch_size)]
+    note(f"{describe_models(args, engine)}; {describe_sampling(params)}; {len(prompts)} prompts, at most {params.max_tokens} tokens each")
+
+    plain, speculative, baseline = Measured(), Measured(), Measured()
+    failures: list[tuple[str, str]] = []
+    num_different = 0
+    with ExitStack() as stack:
+        reference = stack.enter_context(TransformersBaseline(args, str(engine.models.target.dtype), torch.get_num_threads())) if args.baseline else None
+        warm_up = SamplingParams(temperature=0.0, max_tokens=min(params.max_tokens, 16), ignore_eos=True)
+        for one in filter(None, (plain_engine, speculative_engine)):
+            one.generate([encoded[0]], warm_up)
+        if reference is not None:
+            reference.generate(encoded[0], warm_up.max_tokens)
+        for number, group in enumerate(tqdm(groups, desc="measuring", unit="prompt" if args.batch_size == 1 else "batch", disable=not show_progress(), leave=False)):
+            batch = [encoded[i] for i in group]
+            answers: dict[str, list[RequestOutput]] = {}
+            turns: list[Callable[[], None]] = [lambda: answers.update(plain=_measure(plain_engine, batch, params, plain))]
+            if speculative_engine is not None:
+                turns.append(lambda: answers.update(speculative=_measure(speculative_engine, batch, params, speculative)))
+            for take in turns if number % 2 == 0 else reversed(turns):
+                take()
+            failures += [(prompts[i].id, output.error) for i, output in zip(group, answers["plain"]) if output.error is not None]
+            if speculative_engine is not None:
+                num_different += sum(a.token_ids != b.token_ids for a, b in zip(answers["plain"], answers["speculative"]))
+            if reference is not None and answers["plain"][0].token_ids:
+                baseline.seconds += reference.generate(batch[0], len(answers["plain"][0].token_ids))
+                baseline.tokens += len(answers["plain"][0].token_ids)
+    for name, error in failures:
+        note(f"eagle: error: prompt {name}: {error}")
+    if plain.tokens == 0:
+        raise EagleError("none of the prompts could be answered")
+    result: dict = {"plain": plain.report()}
+    if speculative_engine is not None:
+        result["speculative"] = speculative.report()
+        result["speedup"] = result["speculative"]["tokens_per_second"] / result["plain"]["tokens_per_second"]
+        result["different_answers"] = num_different
+    if reference is not None:
+        result["transformers"] = {"tokens_per_second": baseline.tokens / baseline.seconds, "tokens": baseline.tokens, "seconds": baseline.seconds}
+        result["plain_over_transformers"] = result["plain"]["tokens_per_second"] / result["transformers"]["tokens_per_second"]
+    result["prompts"] = len(prompts) - len(failures)
+    result["peak_memory_bytes"] = peak_memory_bytes()
+    if args.json:
+        print_json(result)
+    else:
+        _print_table(result, exact=args.acceptance == "exact" or params.temperature == 0)
+    return 1 if failures else 0
+
+
+def _measure(engine: Engine, prompts: list[list[int]], params: SamplingParams, into: Measured) -> list[RequestOutput]:
+    before = dict(engine.timer.seconds)
+    started = time.perf_counter()
+    outputs = engine.generate(prompts, params)
+    seconds = time.perf_counter() - started
+    answered = [output for output in outputs if output.error is None]
+    if answered:
+        into.add(answered, seconds, {phase: spent - before[phase] for phase, spent in engine.timer.seconds.items()})
+    return outputs
+
+
+def peak_memory_bytes() -> int:
+    """Greatest resident size of this process: both engines, which share their weights; transformers runs in another process."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def _print_table(result: dict, exact: bool) -> None:
+    columns = (*PHASES, "other")
+    print(f"{'':<14}{'tokens':>8}{'tokens/s':>10}{'decode':>9}   " + "".join(f"{name:>9}" for name in columns))
+    for name in ("plain", "speculative"):
+        if name in result:
+            row = result[name]
+            shares = "".join(f"{row['time_share'][column]:>9.0%}" for column in columns)
+            print(f"{name:<14}{row['tokens']:>8}{row['tokens_per_second']:>10.1f}{row['decode_tokens_per_second']:>9.1f}   {shares}")
+    if "transformers" in result:
+        row = result["transformers"]
+        print(f"{'transformers':<14}{row['tokens']:>8}{row['tokens_per_second']:>10.1f}")
+    print("tokens/s: whole answers; decode: without the prefill; then the share of time of each phase\n")
+    if "transformers" in result:
+        print(f"plain over transformers  {result['plain_over_transformers']:.2f} x")
+    if "speculative" in result:
+        row = result["speculative"]
+        print(f"speculative over plain   {result['speedup']:.2f} x")
+        print(f"acceptance length        {row['acceptance_length']:.2f} tokens per step; share of steps that reached depth 1, 2, ...: {' '.join(f'{share:.2f}' for share in row['acceptance_by_depth'])}")
+        if exact:
+            print(f"same tokens as plain     {result['prompts'] - result['different_answers']} of {result['prompts']} answers")
+    print(f"peak memory              {result['peak_memory_bytes'] / 1e6:.0f} MB")

@@ -1,0 +1,161 @@
+"""eagle inspect: what is in a target and a drafter, and whether the two fit."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from pathlib import Path
+from typing import Any
+
+from eagle_engine.checkpoint import Checkpoint, open_checkpoint
+from eagle_engine.cli.common import print_json, show_progress
+from eagle_engine.demo import demo_target_path
+from eagle_engine.drafter import RANKING_FILE, DrafterConfig, read_drafter, read_token_ids
+from eagle_engine.engine import DEMO, _drafter_path
+from eagle_engine.errors import EagleError
+from eagle_engine.model_config import ModelConfig
+from eagle_engine.tokenizer import Tokenizer
+
+
+def run(args: argparse.Namespace) -> int:
+    target = draft = None
+    if args.target != "none":
+        checkpoint = open_checkpoint(demo_target_path(show_progress()) if args.target == DEMO else args.target)
+        target = describe_target(checkpoint)
+    if args.draft == "auto" and args.target != DEMO:
+        drafter_path = None
+    else:
+        drafter_path = _drafter_path(args.draft, args.target == DEMO)
+    if drafter_path is not None:
+        config, tensors = read_drafter(drafter_path)
+        draft = describe_drafter(drafter_path, config, tensors)
+    if target is None and draft is None:
+        raise EagleError("nothing to inspect: give --target, --draft or both")
+    result: dict[str, Any] = {"target": target, "draft": draft}
+    if target is not None and draft is not None:
+        reasons = misfits(checkpoint.config, config.layer)
+        result |= {"fits": not reasons, "reason": "; ".join(reasons) or None}
+    if args.json:
+        print_json(result)
+    else:
+        _print(result)
+    return 0 if result.get("fits", True) else 1
+
+
+def describe_target(checkpoint: Checkpoint) -> dict[str, Any]:
+    config = checkpoint.config
+    return {
+        "path": str(checkpoint.path),
+        "format": "Hugging Face directory" if checkpoint.gguf_metadata is None else "GGUF",
+        "architecture": config.architecture,
+        "parameters": sum(math.prod(shape) for shape in checkpoint.shapes.values()),
+        "dtype": config.dtype if checkpoint.gguf_metadata is None else _gguf_types(checkpoint),
+        **_sizes(config),
+        "num_layers": config.num_layers,
+        "num_experts": config.num_experts or None,
+        "experts_per_token": config.num_experts_per_token or None,
+        "tied_embeddings": config.tie_word_embeddings,
+        "biases": [name for name, there in (("qkv", config.qkv_bias), ("o", config.o_bias), ("mlp", config.mlp_bias)) if there],
+        "sliding_window": config.sliding_window or None,
+        "tokenizer": _tokenizer(checkpoint),
+    }
+
+
+def describe_drafter(path: Path, config: DrafterConfig, tensors: dict) -> dict[str, Any]:
+    """tensors: name -> tensor, as `read_drafter` returns them."""
+    layer = config.layer
+    ranking = None
+    if (path / RANKING_FILE).is_file():
+        ranking = len(read_token_ids(path / RANKING_FILE, layer.vocab_size))
+    return {
+        "path": str(path),
+        "version": "EAGLE-1/2",
+        "parameters": sum(tensor.numel() for tensor in tensors.values()),
+        "dtype": _join(str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()),
+        **_sizes(layer),
+        "fc_bias": config.bias,
+        "qkv_bias": config.qkv_bias,
+        "embeddings": "own" if "embed_tokens.weight" in tensors else "target's",
+        "head": "own" if "lm_head.weight" in tensors else "target's",
+        "ranked_tokens": ranking,
+    }
+
+
+def misfits(target: ModelConfig, drafter: ModelConfig) -> list[str]:
+    """Why a drafter cannot serve a target; empty when it can."""
+    return [
+        f"{name} of the drafter is {getattr(drafter, name)}, of the target {getattr(target, name)}: it was made for another target"
+        for name in ("hidden_size", "vocab_size")
+        if getattr(drafter, name) != getattr(target, name)
+    ]
+
+
+def _sizes(config: ModelConfig) -> dict[str, Any]:
+    return {
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_heads": config.num_heads,
+        "num_kv_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "vocab_size": config.vocab_size,
+        "max_position_embeddings": config.max_position_embeddings,
+        "rope_theta": config.rope_theta,
+        "rope_scaling": _rope_scaling(config),
+    }
+
+
+def _rope_scaling(config: ModelConfig) -> str | None:
+    scaling = config.rope_scaling
+    if scaling is None:
+        return None
+    if scaling["rope_type"] == "freq_factors":
+        return "frequency factors from the file"
+    return f"{scaling['rope_type']}, factor {scaling['factor']:g}"
+
+
+def _gguf_types(checkpoint: Checkpoint) -> str:
+    from eagle_engine.gguf_file import GgufFile
+
+    return _join(tensor.quantisation.name for tensor in GgufFile(checkpoint.path).tensors.values())
+
+
+def _tokenizer(checkpoint: Checkpoint) -> dict[str, Any]:
+    try:
+        tokenizer = Tokenizer.from_checkpoint(checkpoint)
+    except EagleError as error:
+        return {"error": str(error)}
+    ends = [{"id": token, "text": tokenizer.decode([token], skip_special_tokens=False)} for token in tokenizer.eos_token_ids]
+    return {"vocab_size": tokenizer.vocab_size, "chat_template": tokenizer.chat_template is not None, "end_tokens": ends}
+
+
+def _join(names) -> str:
+    return ", ".join(sorted(set(names)))
+
+
+def _print(result: dict[str, Any]) -> None:
+    for title in ("target", "draft"):
+        if result[title] is None:
+            continue
+        print(title)
+        for key, value in result[title].items():
+            if key == "tokenizer":
+                value = _tokenizer_text(value)
+            elif key == "parameters":
+                value = f"{value / 1e6:,.1f} million"
+            elif isinstance(value, bool):
+                value = "yes" if value else "no"
+            elif isinstance(value, list):
+                value = ", ".join(value) or None
+            elif isinstance(value, float):
+                value = f"{value:g}"
+            if value is not None:
+                print(f"  {key.replace('_', ' '):<24} {value}")
+    if "fits" in result:
+        print("the drafter fits the target" if result["fits"] else f"the drafter does not fit the target: {result['reason']}")
+
+
+def _tokenizer_text(tokenizer: dict[str, Any]) -> str:
+    if "error" in tokenizer:
+        return f"not usable: {tokenizer['error']}"
+    ends = ", ".join(f"{end['id']} {end['text']!r}" for end in tokenizer["end_tokens"])
+    return f"{tokenizer['vocab_size']} tokens, {'with' if tokenizer['chat_template'] else 'without'} a chat template, end tokens {ends or 'none'}"
