@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 from eagle_kernels import reference, tree_attention
-from timing import COLUMNS, columns, header, last_level_cache_bytes, measure_ceilings, measures, median_seconds, parse_args, print_json, repeat
+from timing import COLUMNS, columns, header, last_level_cache_bytes, measure_ceilings, measures, median_seconds, parse_args, print_json
 
 PAGE_SIZE = 16
 NODES = (1, 8, 16, 64)
@@ -31,7 +31,7 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 
 def main() -> None:
-    args = parse_args(__doc__.splitlines()[0], rounds=7, add=options)
+    args = parse_args(__doc__.splitlines()[0], rounds=5, add=options)
     ceilings = measure_ceilings()
     rows = [row for name, shape in SHAPES.items() for prefix in args.prefix or (128, 1024, 4096) for row in bench(name, shape, prefix, args.rounds, ceilings)]
     if args.json:
@@ -69,13 +69,12 @@ def bench(name: str, shape: Shape, prefix: int, rounds: int, ceilings) -> list[d
                 q, flat[i, 0, None, :, : seen.shape[1]], flat[i, 1, None, :, : seen.shape[1]], seen, enable_gqa=True
             ),
         )
-    count = max(1, 512 // (prefix * layers // 128 + 1))
-    seconds = median_seconds({key: repeat(call, count) for key, call in calls.items()}, rounds)
+    seconds = median_seconds(calls, rounds)
     rows = []
     for nodes in NODES:
         num_bytes = 2 * (prefix + nodes) * shape.kv_heads * shape.head_dim * 4 + 2 * nodes * shape.q_heads * shape.head_dim * 4
         flops = 4 * nodes * (prefix + nodes) * shape.q_heads * shape.head_dim
-        ours, torch_seconds = (seconds[who, nodes] / count / layers for who in ("ours", "torch"))
+        ours, torch_seconds = (seconds[who, nodes] / layers for who in ("ours", "torch"))
         row = measures(ours, num_bytes, flops, ceilings, torch_seconds)
         rows.append({"shape": name, "prefix": prefix, "nodes": nodes, "cold": layers * bytes_per_layer > last_level_cache_bytes()} | row)
     return rows

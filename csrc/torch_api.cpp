@@ -87,14 +87,18 @@ Dtype weight_dtype(const char* name, const Tensor& t) {
 // torch.set_num_threads holds for the kernels too.
 int threads() { return at::get_num_threads(); }
 
-void check_packed(const Tensor& weight, int64_t in_features, int64_t out_features) {
-    const int64_t depth = weight_dtype("weight", weight) == Dtype::fp32 ? in_features : (in_features + 1) / 2 * 2;
-    check("weight", weight, {(out_features + 15) / 16, depth, 16}, weight.scalar_type());
+// A packed weight, with or without experts, and the x [rows, K] that it is multiplied with. Of a bf16 weight only K rounded up to even is known.
+void check_packed(const Tensor& x, const Tensor& weight, int64_t out_features, bool experts) {
+    const bool pairs = weight_dtype("weight", weight) == Dtype::bf16;
+    if (experts) check("weight", weight, {kAny, (out_features + 15) / 16, kAny, 16}, weight.scalar_type());
+    else check("weight", weight, {(out_features + 15) / 16, kAny, 16}, weight.scalar_type());
+    const int64_t depth = weight.size(experts ? 2 : 1);
+    check_rows("x", x, {kAny, kAny}, at::kFloat);
+    if ((pairs ? (x.size(1) + 1) / 2 * 2 : x.size(1)) != depth) fail("x", x, {kAny, depth}, "float32", "");
 }
 
 void linear(const Tensor& x, const Tensor& weight, OptionalTensor bias, int64_t out_features, Tensor out) {
-    check_rows("x", x, {kAny, kAny}, at::kFloat);
-    check_packed(weight, x.size(1), out_features);
+    check_packed(x, weight, out_features, false);
     check_optional("bias", bias, {out_features}, at::kFloat);
     check_rows("out", out, {x.size(0), out_features}, at::kFloat);
     eagle::kernels().linear({x.const_data_ptr<float>(), weight.const_data_ptr(), optional_ptr<float>(bias), nullptr, out.mutable_data_ptr<float>(), x.size(0), x.size(1), out_features,
@@ -102,10 +106,8 @@ void linear(const Tensor& x, const Tensor& weight, OptionalTensor bias, int64_t 
 }
 
 void expert_linear(const Tensor& x, const Tensor& weight, const Tensor& expert_ids, int64_t out_features, Tensor out) {
-    check_rows("x", x, {kAny, kAny}, at::kFloat);
+    check_packed(x, weight, out_features, true);
     const Dtype dtype = weight_dtype("weight", weight);
-    const int64_t depth = dtype == Dtype::fp32 ? x.size(1) : (x.size(1) + 1) / 2 * 2;
-    check("weight", weight, {kAny, (out_features + 15) / 16, depth, 16}, weight.scalar_type());
     check("expert_ids", expert_ids, {x.size(0)}, at::kInt);
     check_rows("out", out, {x.size(0), out_features}, at::kFloat);
     eagle::kernels().linear({x.const_data_ptr<float>(), weight.const_data_ptr(), nullptr, expert_ids.const_data_ptr<int32_t>(), out.mutable_data_ptr<float>(), x.size(0), x.size(1),
@@ -115,7 +117,7 @@ void expert_linear(const Tensor& x, const Tensor& weight, const Tensor& expert_i
 void embedding(const Tensor& ids, const Tensor& weight, int64_t out_features, Tensor out) {
     check("ids", ids, {kAny}, at::kLong);
     check("out", out, {ids.size(0), kAny}, at::kFloat);
-    check_packed(weight, out.size(1), out_features);
+    check_packed(out, weight, out_features, false);
     const int64_t* id = ids.const_data_ptr<int64_t>();
     for (int64_t i = 0; i < ids.size(0); ++i) EK_REQUIRE(id[i] < out_features, "ids: expected token ids below ", out_features, ", got ", id[i]);
     eagle::kernels().embedding({id, weight.const_data_ptr(), out.mutable_data_ptr<float>(), ids.size(0), out.size(1), out_features, weight_dtype("weight", weight)});

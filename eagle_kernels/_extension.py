@@ -30,13 +30,26 @@ def available_isas() -> list[str]:
     return _C.available_isas()
 
 
-# The ops only write to tensors they are given, so there is no result whose shape must be inferred.
-def _no_result(*args, **kwargs) -> None:
-    return None
+_POOL_FIELDS = {"pool_tokens": "pool.tokens", "pool_scores": "pool.scores", "pool_parents": "pool.parents"}
+
+
+def _fake(name: str):
+    """The ops only write to tensors they are given, so there is no result to infer; what remains of an op without data is that its tensors share a device."""
+    schema = getattr(OPS, name).default._schema
+
+    def check_devices(*args) -> None:
+        tensors = [(_POOL_FIELDS.get(argument.name, argument.name), value) for argument, value in zip(schema.arguments, args) if isinstance(value, torch.Tensor)]
+        device = tensors[0][1].device if all(tensor.device.type == "meta" for _, tensor in tensors) else next(tensor.device for _, tensor in tensors if tensor.device.type != "meta")
+        for argument, tensor in tensors:
+            if tensor.device != device:
+                kind = str(tensor.dtype).removeprefix("torch.")
+                raise ValueError(f"{argument}: expected {list(tensor.shape)} {kind} on {device}, got {list(tensor.shape)} {kind} on {tensor.device}")
+
+    return check_devices
 
 
 for _name in (
-    "linear", "expert_linear", "embedding", "rms_norm", "silu_mul", "route_experts", "rope_store_kv", "tree_attention", "sample", "filter_probs", "draw_children", "noise", "expand", "rerank", "accept",
-    "accept_rejection", "compact",
+    "linear", "expert_linear", "embedding", "rms_norm", "silu_mul", "route_experts", "rope_store_kv", "tree_attention", "sample", "filter_probs", "draw_children", "noise", "expand", "rerank",
+    "accept", "accept_rejection", "compact",
 ):  # fmt: skip
-    torch.library.register_fake(f"eagle_kernels::{_name}", _no_result)
+    torch.library.register_fake(f"eagle_kernels::{_name}", _fake(_name))

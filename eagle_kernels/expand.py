@@ -39,8 +39,7 @@ def expand(
 
     score = frontier_score + log-softmax(logits)[token], in fp32, never above the parent's. Per row the order is (logit descending, id ascending), NaN counts as -inf.
     """
-    batch, _, words = frontier_mask.shape
-    hidden = features.shape[-1]
+    batch, words, hidden = logits.shape[0], frontier_mask.shape[-1], features.shape[-1]
     device = logits.device
     frontier = Frontier(
         torch.empty(batch, next_size, dtype=torch.int64, device=device),

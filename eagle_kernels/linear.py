@@ -64,7 +64,7 @@ def linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None, *, out: 
     out      [..., N] fp32 or None
     returns  [..., N] fp32
 
-    Every output is one chain of fused multiply-adds over k = 0 .. K - 1 in fp32, whatever the number of rows and threads.
+    Every output is a sum, over blocks of 256 k in order, of one chain of fused multiply-adds each, in fp32, whatever the number of rows and threads.
     """
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     if out is None:

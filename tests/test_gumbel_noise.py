@@ -92,6 +92,13 @@ def test_distributions() -> None:
     assert 0 < uniform.min() and uniform.max() < 1
 
 
+def test_uniform_noise_never_reaches_one(isa: str) -> None:
+    """The upper 24 bits of this word are all ones: (2^24 - 1/2) / 2^24 would round up to 1."""
+    key = torch.tensor([189]), torch.tensor([0])
+    for op in (uniform_noise, reference.uniform_noise):
+        assert 0.999999 < op(*key, 96552, stream=2)[0, 96551] < 1
+
+
 def test_bad_input_is_named() -> None:
     seeds, positions = random_keys(4)
     for name, arguments in [

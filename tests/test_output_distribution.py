@@ -53,7 +53,7 @@ def exact_distribution(temperature: float, top_k: int, top_p: float, min_p: floa
     return distribution
 
 
-def sample_answers(options: dict | None, filters: dict, count: int = 2048, first_seed: int = 0) -> list[tuple[int, ...]]:
+def sample_answers(options: dict | None, filters: dict, count: int = 1024, first_seed: int = 0) -> list[tuple[int, ...]]:
     drafter = None if options is None else small_drafter()
     engine = make_engine(small_target(), drafter, max_batch_size=256, max_model_len=16, **(options or {}))
     params = [SamplingParams(**filters, seed=first_seed + i, max_tokens=LENGTH) for i in range(count)]

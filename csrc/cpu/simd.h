@@ -118,6 +118,28 @@ static inline f32x16 load_bf16(const uint16_t* p) { f32x16 r; EK_LANES r.v[j] = 
 
 #endif
 
+// out[c * stride + r] = rows[r][c] for eight rows and eight columns
+#if defined(EK_AVX512) || defined(EK_AVX2)
+static inline void transpose_8x8(const float* const* rows, float* out, int64_t stride) {
+    __m256 a[8], b[8];
+    for (int r = 0; r < 8; ++r) a[r] = _mm256_loadu_ps(rows[r]);
+    for (int r = 0; r < 8; r += 2) b[r] = _mm256_unpacklo_ps(a[r], a[r + 1]), b[r + 1] = _mm256_unpackhi_ps(a[r], a[r + 1]);
+    for (int r = 0; r < 8; r += 4) {
+        a[r] = _mm256_shuffle_ps(b[r], b[r + 2], 0x44), a[r + 1] = _mm256_shuffle_ps(b[r], b[r + 2], 0xEE);
+        a[r + 2] = _mm256_shuffle_ps(b[r + 1], b[r + 3], 0x44), a[r + 3] = _mm256_shuffle_ps(b[r + 1], b[r + 3], 0xEE);
+    }
+    for (int c = 0; c < 4; ++c) {
+        _mm256_storeu_ps(out + c * stride, _mm256_permute2f128_ps(a[c], a[c + 4], 0x20));
+        _mm256_storeu_ps(out + (c + 4) * stride, _mm256_permute2f128_ps(a[c], a[c + 4], 0x31));
+    }
+}
+#else
+static inline void transpose_8x8(const float* const* rows, float* out, int64_t stride) {
+    for (int r = 0; r < 8; ++r)
+        for (int c = 0; c < 8; ++c) out[c * stride + r] = rows[r][c];
+}
+#endif
+
 static inline f32x16 zero() { return set1(0.0f); }
 
 // count < 16 leading lanes from memory, the rest `fill`
@@ -148,10 +170,13 @@ static inline float reduce_max(f32x16 x) {
     return best;
 }
 
-// exp(x) for x <= 88.3 (larger x are clamped there), 0 below -87.3; max relative error 8.8e-8. Coefficients: least squares at 200 Chebyshev nodes of (exp(r) - 1 - r) / r^2.
-static inline f32x16 exp(f32x16 x) {
-    const f32x16 lowest = set1(-87.3f), round_to_integer = set1(12582912.0f);
-    const f32x16 clamped = max(lowest, min(set1(88.3f), x));
+// exp(x) = 2^n (1 + q): n and q for x in [-87.3, 88.3], clamped to it.
+struct ExpParts {
+    f32x16 n, q;
+};
+static inline ExpParts exp_parts(f32x16 x) {
+    const f32x16 round_to_integer = set1(12582912.0f);
+    const f32x16 clamped = max(set1(-87.3f), min(set1(88.3f), x));
     const f32x16 n = sub(fma(clamped, set1(1.44269504f), round_to_integer), round_to_integer);
     f32x16 r = fma(n, set1(-0.693359375f), clamped);
     r = fma(n, set1(2.12194440e-4f), r);
@@ -160,8 +185,18 @@ static inline f32x16 exp(f32x16 x) {
     series = fma(series, r, set1(0.041666456f));
     series = fma(series, r, set1(0.16666573f));
     series = fma(series, r, set1(0.5f));
-    const f32x16 y = add(fma(mul(r, r), series, r), set1(1.0f));
-    return zero_below(scale_by_power(y, n), x, lowest);
+    return {n, fma(mul(r, r), series, r)};
+}
+// exp(x) for x <= 88.3 (larger x are clamped there), 0 below -87.3; max relative error 8.8e-8. Coefficients: least squares at 200 Chebyshev nodes of (exp(r) - 1 - r) / r^2.
+static inline f32x16 exp(f32x16 x) {
+    const ExpParts parts = exp_parts(x);
+    return zero_below(scale_by_power(add(parts.q, set1(1.0f)), parts.n), x, set1(-87.3f));
+}
+// exp(x) - 1, with the relative accuracy of exp near 0 too
+static inline f32x16 expm1(f32x16 x) {
+    const ExpParts parts = exp_parts(x);
+    const f32x16 power = scale_by_power(set1(1.0f), parts.n);
+    return fma(parts.q, power, sub(power, set1(1.0f)));
 }
 static inline float exp_scalar(float x) {
     float lanes[16];
@@ -169,7 +204,7 @@ static inline float exp_scalar(float x) {
     return lanes[0];
 }
 
-// Natural log of (1 + t) * 2^exponent, t in [sqrt(1/2) - 1, sqrt(2) - 1]; the same polynomial as eagle_kernels/reference/fp32_math.py.
+// Natural log of (1 + t) * 2^exponent, t in [sqrt(1/2) - 1, sqrt(2) - 1]; the same polynomial as eagle_kernels/reference/gumbel_noise.py.
 static inline float log1p_scaled(float t, float exponent) {
     const float square = t * t;
     float series = 0.07149754f;

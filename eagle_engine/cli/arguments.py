@@ -63,7 +63,8 @@ def build_parser() -> argparse.ArgumentParser:
     )
     _prompt_set(sub)
     _prompt_form(sub)
-    sub.add_argument("--turns", choices=("first", "all"), default="first", help="answer the first turn of each prompt, or all of them, the conversation following the plain answers (default: %(default)s)")
+    turns = "answer the first turn of each prompt, or all of them, the conversation following the plain answers (default: %(default)s)"
+    sub.add_argument("--turns", choices=("first", "all"), default="first", help=turns)
     sub.add_argument("--plain-threads", type=int, metavar="N", help="threads for plain decoding (default: those of --threads)")
     _models(sub)
     _tree(sub)
@@ -81,7 +82,11 @@ def build_parser() -> argparse.ArgumentParser:
     _tree(sub)
     _sampling(sub, max_tokens=128, seed="0")
 
-    sub = command("inspect", "show what is in a target and a drafter", "Show what is in a target and a drafter, and whether the two fit. Only headers of the target are read. Exit status 1 when they do not fit.")
+    sub = command(
+        "inspect",
+        "show what is in a target and a drafter",
+        "Show what is in a target and a drafter, and whether the two fit. Only headers of the target are read. Exit status 1 when they do not fit.",
+    )
     sub.add_argument("--target", default="demo", metavar="MODEL", help="as for generate, or none (default: %(default)s)")
     sub.add_argument("--draft", default="auto", metavar="DRAFTER", help="a drafter directory, a hub id, none, or auto: the demo's with the demo target, else none (default: %(default)s)")
 
@@ -115,7 +120,8 @@ def _models(sub: argparse.ArgumentParser, batch: bool = True) -> None:
     group.add_argument("--target", default="demo", metavar="MODEL", help="demo, a Hugging Face directory, a .gguf file or a hub id (default: %(default)s)")
     group.add_argument("--draft", default="auto", metavar="DRAFTER", help="a drafter directory, a hub id, none (plain decoding), or auto: the demo's with the demo target (default: %(default)s)")
     group.add_argument("--dtype", choices=DTYPES, default="auto", help="of the weights; auto: float32 for float32 checkpoints, else bfloat16")
-    group.add_argument("--draft-vocab", type=_draft_vocab, default="auto", metavar="N|FILE|all", help="draft only the N most frequent tokens, or those in a file; all; auto: the most frequent for the demo's drafter, else all")
+    vocab = "draft only the N most frequent tokens, or those in a file; all; auto: the most frequent for the demo's drafter, else all"
+    group.add_argument("--draft-vocab", type=_draft_vocab, default="auto", metavar="N|FILE|all", help=vocab)
     group.add_argument("--threads", type=int, metavar="N", help="default: one for each core")
     group.add_argument("--max-model-len", type=int, metavar="N", help="most tokens of prompt and answer together (default: what the model was made for, at most 8192)")
     if batch:
@@ -131,7 +137,8 @@ def _tree(sub: argparse.ArgumentParser) -> None:
     group.add_argument("--max-depth", type=int, default=DEFAULTS.max_depth, metavar="N", help="dynamic tree and chain: greatest depth of a node (default: %(default)s)")
     group.add_argument("--num-nodes", type=int, default=DEFAULTS.num_nodes, metavar="N", help="dynamic tree: nodes, the root included (default: %(default)s)")
     group.add_argument("--choices", metavar="FILE", help="static tree: JSON list of paths of ranks, such as [[0], [1], [0, 0]] (default: a small built-in tree)")
-    group.add_argument("--acceptance", choices=ACCEPTANCE_RULES, default=DEFAULTS.acceptance, help="exact: the tokens of plain decoding; rejection: its distribution, for chains and static trees (default: %(default)s)")
+    rule = "exact: the tokens of plain decoding; rejection: its distribution, for chains and static trees (default: %(default)s)"
+    group.add_argument("--acceptance", choices=ACCEPTANCE_RULES, default=DEFAULTS.acceptance, help=rule)
 
 
 def _sampling(sub: argparse.ArgumentParser, max_tokens: int, seed: str = "a fresh one per prompt") -> None:

@@ -152,7 +152,8 @@ def _print_table(result: dict, exact: bool) -> None:
     if "speculative" in result:
         row = result["speculative"]
         print(f"speculative over plain   {result['speedup']:.2f} x")
-        print(f"acceptance length        {row['acceptance_length']:.2f} tokens per step; share of steps that reached depth 1, 2, ...: {' '.join(f'{share:.2f}' for share in row['acceptance_by_depth'])}")
+        by_depth = " ".join(f"{share:.2f}" for share in row["acceptance_by_depth"])
+        print(f"acceptance length        {row['acceptance_length']:.2f} tokens per step; share of steps that reached depth 1, 2, ...: {by_depth}")
         if exact:
             print(f"same tokens as plain     {result['prompts'] - result['different_answers']} of {result['prompts']} answers")
     print(f"peak memory              {result['peak_memory_bytes'] / 1e6:.0f} MB")

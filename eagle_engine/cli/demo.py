@@ -37,7 +37,8 @@ def run(args: argparse.Namespace) -> int:
     print(f"\nprompt: {args.prompt}\n")
     print(textwrap.indent(speculative.text, "  "))
     print(f"\nplain decoding        {plain.stats.tokens_per_second:6.1f} tokens/s   {len(plain.token_ids)} tokens, one per step")
-    print(f"speculative decoding  {speculative.stats.tokens_per_second:6.1f} tokens/s   {len(speculative.token_ids)} tokens in {speculative.stats.steps} steps, acceptance length {speculative.stats.acceptance_length:.2f}")
+    how = f"{len(speculative.token_ids)} tokens in {speculative.stats.steps} steps, acceptance length {speculative.stats.acceptance_length:.2f}"
+    print(f"speculative decoding  {speculative.stats.tokens_per_second:6.1f} tokens/s   {how}")
     print(f"speedup               {speedup:6.2f} x")
     print(f"same tokens           {'yes' if same else 'NO: this is a bug, please report it with the output of eagle verify'}")
     return 0 if same else 1

@@ -53,7 +53,7 @@ def expand(
                 slot = pool_offset + f * top_k + r
                 token = draft_id if draft_to_target is None else int(draft_to_target[draft_id])
                 pool.tokens[b, slot] = token
-                pool.scores[b, slot] = float(frontier_scores[b, f]) + min(0.0, log_prob)
+                pool.scores[b, slot] = torch.tensor(float(frontier_scores[b, f]) + min(0.0, log_prob), dtype=torch.float64).float()
                 pool.parents[b, slot] = frontier_pool_index[b, f]
 
         num_candidates = frontier_size * top_k

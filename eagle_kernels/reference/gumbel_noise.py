@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from eagle_kernels.reference.fp32_math import fma
+
 MASK32 = 0xFFFFFFFF
 PHILOX_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 PHILOX_WEYL = (0x9E3779B9, 0xBB67AE85)
@@ -51,10 +53,10 @@ def uniform_noise(seeds: Tensor, positions: Tensor, count: int, *, stream: int) 
 
     seeds      [R] int64
     positions  [R] int64
-    returns    [R, count] fp32, (w / 2^8 + 1/2) / 2^24
+    returns    [R, count] fp32, (w / 2^9 + 1/2) / 2^23
     """
     words = _words(seeds, positions, (count + 3) // 4, stream)[:, :count]
-    return _fma((words >> 8).float(), 2.0**-24, 2.0**-25)
+    return fma((words >> 9).float(), 2.0**-23, 2.0**-24)
 
 
 def _words(seeds: Tensor, positions: Tensor, blocks: int, stream: int) -> Tensor:
@@ -75,8 +77,8 @@ def _multiply_32(x: Tensor, multiplier: int) -> tuple[Tensor, Tensor]:
 def _exponential(words: Tensor) -> Tensor:
     """-log(1 - (w + 1/2) / 2^32) in fp32, accurate at both ends."""
     direct = words < DIRECT_LOG1P_BELOW
-    small = -_fma(words.float(), 2.0**-32, 2.0**-33)
-    exponent, mantissa = _split(_fma((MASK32 - words).float(), 2.0**-32, 2.0**-33))
+    small = -fma(words.float(), 2.0**-32, 2.0**-33)
+    exponent, mantissa = _split(fma((MASK32 - words).float(), 2.0**-32, 2.0**-33))
     t = torch.where(direct, small, mantissa - 1.0)
     return -_log1p_scaled(t, torch.where(direct, torch.zeros_like(exponent), exponent))
 
@@ -98,16 +100,10 @@ def _log1p_scaled(t: Tensor, exponent: Tensor) -> Tensor:
     square = t * t
     series = torch.full_like(t, LOG1P_COEFFICIENTS[8])
     for coefficient in LOG1P_COEFFICIENTS[7::-1]:
-        series = _fma(series, t, coefficient)
-    tail = _fma(square * t, series, exponent * LN2_LOW)
-    tail = _fma(square, -0.5, tail)
-    return _fma(exponent, LN2_HIGH, t + tail)
-
-
-def _fma(a: Tensor, b: Tensor | float, c: Tensor | float) -> Tensor:
-    """Fused multiply-add of fp32 numbers through fp64: the product is exact there, so only the last of two roundings could differ, by chance 2^-29."""
-    to_fp32 = lambda x: torch.tensor(x, dtype=torch.float32, device=a.device).double() if isinstance(x, float) else x.double()  # noqa: E731
-    return (a.double() * to_fp32(b) + to_fp32(c)).float()
+        series = fma(series, t, coefficient)
+    tail = fma(square * t, series, exponent * LN2_LOW)
+    tail = fma(square, -0.5, tail)
+    return fma(exponent, LN2_HIGH, t + tail)
 
 
 __all__ = ["gumbel_noise", "philox_4x32", "uniform_noise"]
