@@ -5,6 +5,7 @@
 #include <pybind11/stl.h>
 #include <torch/library.h>
 
+#include <functional>
 #include <initializer_list>
 #include <sstream>
 #include <string>
@@ -84,6 +85,25 @@ Dtype weight_dtype(const char* name, const Tensor& t) {
     return t.scalar_type() == at::kFloat ? Dtype::fp32 : Dtype::bf16;
 }
 
+// Recording: while one is open on a thread, every op that the thread runs is also kept, with its arguments and the tensors behind them, so that the whole sequence can be
+// run again without Python or the dispatcher in between. It is the CPU's counterpart of a captured graph: same buffers, same shapes, new contents.
+struct Recording {
+    std::vector<std::function<void()>> calls;
+    std::vector<Tensor> tensors;
+};
+thread_local Recording* recording = nullptr;
+
+template <typename Call>
+void launch(Call call, std::initializer_list<Tensor> tensors) {
+    call();
+    if (recording == nullptr) return;
+    recording->calls.emplace_back(std::move(call));
+    recording->tensors.insert(recording->tensors.end(), tensors);
+}
+
+// For ops whose result the host reads, or that are not worth it.
+void refuse_recording(const char* op) { TORCH_CHECK(recording == nullptr, op, ": cannot be recorded"); }
+
 // torch.set_num_threads holds for the kernels too.
 int threads() { return at::get_num_threads(); }
 
@@ -101,11 +121,13 @@ void linear(const Tensor& x, const Tensor& weight, OptionalTensor bias, int64_t 
     check_packed(x, weight, out_features, false);
     check_optional("bias", bias, {out_features}, at::kFloat);
     check_rows("out", out, {x.size(0), out_features}, at::kFloat);
-    eagle::kernels().linear({x.const_data_ptr<float>(), weight.const_data_ptr(), optional_ptr<float>(bias), nullptr, out.mutable_data_ptr<float>(), x.size(0), x.size(1), out_features,
-                             x.stride(0), out.stride(0), 1, weight_dtype("weight", weight), threads()});
+    const eagle::LinearArgs args{x.const_data_ptr<float>(), weight.const_data_ptr(), optional_ptr<float>(bias), nullptr, out.mutable_data_ptr<float>(), x.size(0), x.size(1), out_features,
+                             x.stride(0), out.stride(0), 1, weight_dtype("weight", weight), threads()};
+    launch([args] { eagle::kernels().linear(args); }, {x, weight, bias.has_value() ? *bias : Tensor(), out});
 }
 
 void expert_linear(const Tensor& x, const Tensor& weight, const Tensor& expert_ids, int64_t out_features, Tensor out) {
+    refuse_recording("expert_linear");
     check_packed(x, weight, out_features, true);
     const Dtype dtype = weight_dtype("weight", weight);
     check("expert_ids", expert_ids, {x.size(0)}, at::kInt);
@@ -120,7 +142,8 @@ void embedding(const Tensor& ids, const Tensor& weight, int64_t out_features, Te
     check_packed(out, weight, out_features, false);
     const int64_t* id = ids.const_data_ptr<int64_t>();
     for (int64_t i = 0; i < ids.size(0); ++i) EK_REQUIRE(id[i] < out_features, "ids: expected token ids below ", out_features, ", got ", id[i]);
-    eagle::kernels().embedding({id, weight.const_data_ptr(), out.mutable_data_ptr<float>(), ids.size(0), out.size(1), out_features, weight_dtype("weight", weight)});
+    const eagle::EmbeddingArgs args{id, weight.const_data_ptr(), out.mutable_data_ptr<float>(), ids.size(0), out.size(1), out_features, weight_dtype("weight", weight)};
+    launch([args] { eagle::kernels().embedding(args); }, {ids, weight, out});
 }
 
 void rms_norm(const Tensor& x, const Tensor& weight, double eps, const std::optional<Tensor>& residual, Tensor out) {
@@ -134,18 +157,21 @@ void rms_norm(const Tensor& x, const Tensor& weight, double eps, const std::opti
         if (three) check("residual", *residual, {outer, inner, size}, at::kFloat);
         else check("residual", *residual, {outer, size}, at::kFloat);
     }
-    eagle::kernels().rms_norm({x.const_data_ptr<float>(), weight.const_data_ptr<float>(), residual.has_value() ? residual->mutable_data_ptr<float>() : nullptr, out.mutable_data_ptr<float>(),
-                               outer, inner, size, x.stride(0), three ? x.stride(1) : 0, out.stride(0), three ? out.stride(1) : 0, static_cast<float>(eps), threads()});
+    const eagle::RmsNormArgs args{x.const_data_ptr<float>(), weight.const_data_ptr<float>(), residual.has_value() ? residual->mutable_data_ptr<float>() : nullptr, out.mutable_data_ptr<float>(),
+                               outer, inner, size, x.stride(0), three ? x.stride(1) : 0, out.stride(0), three ? out.stride(1) : 0, static_cast<float>(eps), threads()};
+    launch([args] { eagle::kernels().rms_norm(args); }, {x, weight, residual.has_value() ? *residual : Tensor(), out});
 }
 
 void silu_mul(const Tensor& gate_up, Tensor out) {
     check_rows("gate_up", gate_up, {kAny, kAny}, at::kFloat);
     EK_REQUIRE(gate_up.size(1) % 2 == 0, "gate_up: expected an even last dimension (gate, then up), got ", gate_up.size(1));
     check_rows("out", out, {gate_up.size(0), gate_up.size(1) / 2}, at::kFloat);
-    eagle::kernels().silu_mul({gate_up.const_data_ptr<float>(), out.mutable_data_ptr<float>(), gate_up.size(0), gate_up.size(1) / 2, gate_up.stride(0), out.stride(0), threads()});
+    const eagle::SiluMulArgs args{gate_up.const_data_ptr<float>(), out.mutable_data_ptr<float>(), gate_up.size(0), gate_up.size(1) / 2, gate_up.stride(0), out.stride(0), threads()};
+    launch([args] { eagle::kernels().silu_mul(args); }, {gate_up, out});
 }
 
 void route_experts(const Tensor& logits, bool normalize, Tensor weights, Tensor expert_ids) {
+    refuse_recording("route_experts");
     check("router_logits", logits, {kAny, kAny}, at::kFloat);
     check("weights", weights, {logits.size(0), kAny}, at::kFloat);
     EK_REQUIRE(weights.size(1) >= 1 && weights.size(1) <= logits.size(1), "top_k: expected 1 to ", logits.size(1), " experts, got ", weights.size(1));
@@ -166,10 +192,11 @@ void rope_store_kv(Tensor q, const Tensor& k, const Tensor& v, const Tensor& pos
     check("page_table", page_table, {batch, kAny}, at::kInt);
     check("seq_lens", seq_lens, {batch}, at::kInt);
     EK_REQUIRE(row_offset >= 0, "row_offset: expected 0 or more, got ", row_offset);
-    eagle::kernels().rope_store_kv({q.mutable_data_ptr<float>(), k.const_data_ptr<float>(), v.const_data_ptr<float>(), position_ids.const_data_ptr<int64_t>(), rope_table.const_data_ptr<float>(),
+    const eagle::RopeStoreKvArgs args{q.mutable_data_ptr<float>(), k.const_data_ptr<float>(), v.const_data_ptr<float>(), position_ids.const_data_ptr<int64_t>(), rope_table.const_data_ptr<float>(),
                                     kv_cache.mutable_data_ptr(), page_table.const_data_ptr<int32_t>(), seq_lens.const_data_ptr<int32_t>(), batch, queries, q.size(2), kv_heads, head_dim,
                                     rope_table.size(0), kv_cache.size(1), kv_cache.size(2), page_table.size(1), row_offset, {q.stride(0), q.stride(1), q.stride(2)},
-                                    {k.stride(0), k.stride(1), k.stride(2)}, {v.stride(0), v.stride(1), v.stride(2)}, weight_dtype("kv_cache", kv_cache), threads()});
+                                    {k.stride(0), k.stride(1), k.stride(2)}, {v.stride(0), v.stride(1), v.stride(2)}, weight_dtype("kv_cache", kv_cache), threads()};
+    launch([args] { eagle::kernels().rope_store_kv(args); }, {q, k, v, position_ids, rope_table, kv_cache, page_table, seq_lens});
 }
 
 void tree_attention(const Tensor& q, const Tensor& kv_cache, const Tensor& page_table, const Tensor& seq_lens, OptionalTensor mask, double scale, int64_t window, double soft_cap, Tensor out,
@@ -190,10 +217,11 @@ void tree_attention(const Tensor& q, const Tensor& kv_cache, const Tensor& page_
     EK_REQUIRE(soft_cap >= 0, "soft_cap: expected 0 (none) or more, got ", soft_cap);
     check_rows("out", out, {batch, queries, q_heads, head_dim}, at::kFloat);
     check_optional("lse", lse, {batch, queries, q_heads}, at::kFloat);
-    eagle::kernels().tree_attention({q.const_data_ptr<float>(), kv_cache.const_data_ptr(), page_table.const_data_ptr<int32_t>(), seq_lens.const_data_ptr<int32_t>(), optional_ptr<int64_t>(mask),
+    const eagle::TreeAttentionArgs args{q.const_data_ptr<float>(), kv_cache.const_data_ptr(), page_table.const_data_ptr<int32_t>(), seq_lens.const_data_ptr<int32_t>(), optional_ptr<int64_t>(mask),
                                      out.mutable_data_ptr<float>(), lse.has_value() ? lse->mutable_data_ptr<float>() : nullptr, batch, queries, q_heads, kv_heads, head_dim, kv_cache.size(2),
                                      page_table.size(1), mask.has_value() ? mask->size(2) : 0, window, {q.stride(0), q.stride(1), q.stride(2)}, {out.stride(0), out.stride(1), out.stride(2)},
-                                     {kv_cache.stride(0), kv_cache.stride(1), kv_cache.stride(2), kv_cache.stride(3)}, static_cast<float>(scale), static_cast<float>(soft_cap), dtype, threads()});
+                                     {kv_cache.stride(0), kv_cache.stride(1), kv_cache.stride(2), kv_cache.stride(3)}, static_cast<float>(scale), static_cast<float>(soft_cap), dtype, threads()};
+    launch([args] { eagle::kernels().tree_attention(args); }, {q, kv_cache, page_table, seq_lens, mask.has_value() ? *mask : Tensor(), out, lse.has_value() ? *lse : Tensor()});
 }
 
 eagle::SampleArgs sample_args(const Tensor& logits, const Tensor& temperature, const Tensor& top_k, const Tensor& top_p, const Tensor& min_p) {
@@ -220,6 +248,7 @@ eagle::SampleArgs sample_args(const Tensor& logits, const Tensor& temperature, c
 void sample(const Tensor& logits, const Tensor& temperature, const Tensor& top_k, const Tensor& top_p, const Tensor& min_p, const Tensor& seeds, const Tensor& positions, bool min_p_first,
             OptionalTensor logit_bias, OptionalTensor repetition_penalty, OptionalTensor presence_penalty, OptionalTensor frequency_penalty, OptionalTensor prompt_mask,
             OptionalTensor output_counts, Tensor out, const std::optional<Tensor>& log_probs) {
+    refuse_recording("sample");
     eagle::SampleArgs args = sample_args(logits, temperature, top_k, top_p, min_p);
     check("seeds", seeds, {args.rows}, at::kLong);
     check("positions", positions, {args.rows}, at::kLong);
@@ -246,6 +275,7 @@ void sample(const Tensor& logits, const Tensor& temperature, const Tensor& top_k
 }
 
 void filter_probs(const Tensor& logits, const Tensor& temperature, const Tensor& top_k, const Tensor& top_p, const Tensor& min_p, bool min_p_first, Tensor out) {
+    refuse_recording("filter_probs");
     eagle::SampleArgs args = sample_args(logits, temperature, top_k, top_p, min_p);
     check("out", out, {args.rows, args.vocab}, at::kFloat);
     args.probs = out.mutable_data_ptr<float>();
@@ -255,6 +285,7 @@ void filter_probs(const Tensor& logits, const Tensor& temperature, const Tensor&
 
 void draw_children(const Tensor& logits, const Tensor& temperature, const Tensor& top_k, const Tensor& top_p, const Tensor& min_p, const Tensor& seeds, const Tensor& positions, int64_t lanes,
                    bool min_p_first, Tensor out) {
+    refuse_recording("draw_children");
     eagle::SampleArgs args = sample_args(logits, temperature, top_k, top_p, min_p);
     check("seeds", seeds, {args.rows}, at::kLong);
     check("positions", positions, {args.rows}, at::kLong);
@@ -271,6 +302,7 @@ void draw_children(const Tensor& logits, const Tensor& temperature, const Tensor
 }
 
 void noise(const Tensor& seeds, const Tensor& positions, int64_t stream, bool uniform, Tensor out) {
+    refuse_recording("noise");
     check("seeds", seeds, {kAny}, at::kLong);
     check("positions", positions, {seeds.size(0)}, at::kLong);
     check("out", out, {seeds.size(0), kAny}, at::kFloat);
@@ -280,6 +312,7 @@ void noise(const Tensor& seeds, const Tensor& positions, int64_t stream, bool un
 void expand(const Tensor& logits, const Tensor& frontier_scores, const Tensor& frontier_pool_index, const Tensor& features, const Tensor& frontier_mask, Tensor pool_tokens, Tensor pool_scores,
             Tensor pool_parents, int64_t pool_offset, int64_t top_k, int64_t first_row, OptionalTensor draft_to_target, OptionalTensor choices, Tensor tokens, Tensor scores, Tensor pool_index,
             Tensor next_features, Tensor next_mask) {
+    refuse_recording("expand");
     check_rows("logits", logits, {kAny, kAny, kAny}, at::kFloat);
     const int64_t batch = logits.size(0), frontier = logits.size(1), vocab = logits.size(2), next_size = tokens.size(-1);
     check("frontier_scores", frontier_scores, {batch, frontier}, at::kFloat);
@@ -295,9 +328,10 @@ void expand(const Tensor& logits, const Tensor& frontier_scores, const Tensor& f
     check_optional("draft_to_target", draft_to_target, {vocab}, at::kLong);
     check_optional("choices", choices, {next_size}, at::kInt);
     EK_REQUIRE(top_k >= 1 && top_k <= vocab && top_k <= eagle::kMaxTopK, "top_k: expected 1 to ", std::min<int64_t>(vocab, eagle::kMaxTopK), ", got ", top_k);
-    EK_REQUIRE(pool_offset >= 0 && pool_offset + frontier * top_k <= pool, "pool: expected at least ", pool_offset + frontier * top_k, " entries, got ", pool);
+    EK_REQUIRE(pool_offset >= 0 && pool_offset + frontier * top_k <= pool, "pool_offset: expected 0 to ", pool - frontier * top_k, ", so that frontier * top_k = ", frontier * top_k,
+               " candidates fit a pool of ", pool, ", got ", pool_offset);
     EK_REQUIRE(next_size <= frontier * top_k, "next_size: expected at most frontier * top_k = ", frontier * top_k, ", got ", next_size);
-    EK_REQUIRE(first_row >= 0 && (next_size == 0 || (first_row + next_size - 1) / 64 < words), "frontier_mask: expected enough words for row ", first_row + next_size - 1, ", got ", words);
+    EK_REQUIRE(first_row >= 0 && (next_size == 0 || (first_row + next_size - 1) / 64 < words), "first_row: expected rows that fit a mask of ", words, " words, got ", first_row, " to ", first_row + next_size - 1);
     if (choices.has_value()) {
         const int32_t* choice = choices->const_data_ptr<int32_t>();
         for (int64_t i = 0; i < next_size; ++i) EK_REQUIRE(choice[i] >= 0 && choice[i] < frontier * top_k, "choices: expected candidates below ", frontier * top_k, ", got ", choice[i]);
@@ -316,6 +350,7 @@ void expand(const Tensor& logits, const Tensor& frontier_scores, const Tensor& f
 
 void rerank(const Tensor& pool_tokens, const Tensor& pool_scores, const Tensor& pool_parents, const Tensor& root_tokens, const Tensor& seq_lens, OptionalTensor choices, Tensor tokens, Tensor parent,
             Tensor depth, Tensor mask, Tensor position_ids) {
+    refuse_recording("rerank");
     check("pool.tokens", pool_tokens, {kAny, kAny}, at::kLong);
     const int64_t batch = pool_tokens.size(0), pool = pool_tokens.size(1), nodes = tokens.size(-1);
     check("pool.scores", pool_scores, {batch, pool}, at::kFloat);
@@ -342,6 +377,7 @@ void rerank(const Tensor& pool_tokens, const Tensor& pool_scores, const Tensor& 
 }
 
 void accept(const Tensor& tokens, const Tensor& parent, const Tensor& sampled, const Tensor& active, Tensor accepted_nodes, Tensor num_accepted_drafts, Tensor bonus_token) {
+    refuse_recording("accept");
     check("tokens", tokens, {kAny, kAny}, at::kLong);
     const int64_t batch = tokens.size(0), nodes = tokens.size(1);
     check("parent", parent, {batch, nodes}, at::kInt);
@@ -357,6 +393,7 @@ void accept(const Tensor& tokens, const Tensor& parent, const Tensor& sampled, c
 
 void accept_rejection(const Tensor& tokens, const Tensor& parent, const Tensor& target_probs, const Tensor& draft_probs, const Tensor& seeds, const Tensor& positions, const Tensor& active,
                       Tensor accepted_nodes, Tensor num_accepted_drafts, Tensor bonus_token) {
+    refuse_recording("accept_rejection");
     check("tokens", tokens, {kAny, kAny}, at::kLong);
     const int64_t batch = tokens.size(0), nodes = tokens.size(1);
     check("parent", parent, {batch, nodes}, at::kInt);
@@ -376,6 +413,7 @@ void accept_rejection(const Tensor& tokens, const Tensor& parent, const Tensor& 
 }
 
 void compact(Tensor kv_cache, const Tensor& page_table, const Tensor& seq_lens, const Tensor& accepted_nodes, const Tensor& num_accepted_drafts) {
+    refuse_recording("compact");
     check("kv_cache", kv_cache, {kAny, 2, kAny, kAny, kAny, kAny}, kv_cache.scalar_type());
     check("page_table", page_table, {kAny, kAny}, at::kInt);
     const int64_t batch = page_table.size(0);
@@ -435,6 +473,17 @@ TORCH_LIBRARY_IMPL(eagle_kernels, CPU, m) {
 }
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+    pybind11::class_<Recording>(m, "Recording")
+        .def(pybind11::init<>())
+        .def("begin", [](Recording& self) {
+            TORCH_CHECK(recording == nullptr, "a recording is open already");
+            recording = &self;
+        })
+        .def("end", [](Recording&) { recording = nullptr; })
+        .def("replay", [](const Recording& self) {
+            for (const auto& call : self.calls) call();
+        }, pybind11::call_guard<pybind11::gil_scoped_release>())
+        .def_property_readonly("num_calls", [](const Recording& self) { return self.calls.size(); });
     m.def("isa", [] { return std::string(eagle::kernels().name); }, "Instruction set of the CPU kernels in use.");
     m.def("set_isa", [](const std::string& name) {
         if (!eagle::set_isa(name.c_str())) throw pybind11::value_error("isa: expected one of those of available_isas(), got '" + name + "'");

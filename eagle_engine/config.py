@@ -12,13 +12,13 @@ FILTER_ORDERS = ("hf", "vllm")
 MAX_NODES = 256
 MAX_TOP_K = 64
 
-# A static tree for a small node budget: the most likely continuation goes deepest. Each entry is a path of ranks among the drafter's choices.
-STATIC_CHOICES: tuple[tuple[int, ...], ...] = ((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 0, 0))
+# A static tree for a small node budget. Each entry is a path of ranks among the drafter's choices.
+STATIC_CHOICES: tuple[tuple[int, ...], ...] = ((0,), (1,), (0, 0), (0, 1), (1, 0))
 
 
 @dataclass(frozen=True)
 class EagleConfig:
-    """How the engine drafts, accepts and stores.
+    """How the engine drafts, accepts and stores. The default tree is the fastest of those measured for the demo pair on two CPU cores (bench/NOTES.md).
 
     tree            "dynamic" (EAGLE-2: the shape follows the drafter's confidence), "static" (EAGLE-1: `choices`) or "chain"
     top_k           continuations kept per node, and nodes of a frontier, in a dynamic tree
@@ -33,12 +33,13 @@ class EagleConfig:
     page_size       rows of a page of the KV cache
     num_pages       pages of the pool; None: enough for max_batch_size sequences of max_model_len
     prefill_chunk   prompt tokens per forward, at most 256
+    enforce_eager   run every op of the verify forward from Python instead of replaying a recording; the same bits, slower
     """
 
     tree: str = "dynamic"
-    top_k: int = 4
-    max_depth: int = 4
-    num_nodes: int = 8
+    top_k: int = 3
+    max_depth: int = 2
+    num_nodes: int = 5
     choices: tuple[tuple[int, ...], ...] = STATIC_CHOICES
     acceptance: str = "exact"
     filter_order: str = "hf"
@@ -47,6 +48,7 @@ class EagleConfig:
     page_size: int = 16
     num_pages: int | None = None
     prefill_chunk: int = 256
+    enforce_eager: bool = False
 
     def __post_init__(self) -> None:
         _one_of("tree", self.tree, TREES)

@@ -107,7 +107,7 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
 def read_token_ids(path: Path, vocab_size: int, count: int | None = None) -> Tensor:
     """A draft vocabulary: token ids, most frequent first, from a .npy or .json file; the first `count` of them, as int64."""
     try:
-        ids = np.load(path, allow_pickle=False) if path.suffix == ".npy" else np.asarray(json.loads(path.read_text()))
+        ids = np.load(path, allow_pickle=False) if path.suffix == ".npy" else np.asarray(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError) as error:
         raise EagleError(f"{path}: expected a list of token ids as .npy or .json: {error}") from error
     if ids.ndim != 1 or ids.size == 0 or not np.issubdtype(ids.dtype, np.integer):

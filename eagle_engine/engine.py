@@ -15,6 +15,7 @@ from eagle_engine.config import EagleConfig
 from eagle_engine.demo import demo_drafter_path, demo_target_path
 from eagle_engine.drafter import Drafter
 from eagle_engine.errors import EagleError
+from eagle_engine.graphs import VerifyGraphs
 from eagle_engine.kv_cache import PagePool, make_kv_cache
 from eagle_engine.outputs import RequestOutput, TextDelta
 from eagle_engine.request import Request
@@ -26,7 +27,7 @@ from eagle_engine.tokenizer import Tokenizer
 from eagle_engine.tree_shape import PLAIN, tree_shape
 
 DEMO = "demo"
-DEMO_DRAFT_VOCAB = 8192
+DEMO_DRAFT_VOCAB = 4096
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 Prompt = str | list[int]
 
@@ -61,6 +62,8 @@ class Engine:
             d = drafter.config
             draft_cache = make_kv_cache(1, self.pages.num_pages, config.page_size, d.num_kv_heads, d.head_dim, torch.float32)
         self.state = DecodeState.allocate(config.max_batch_size, max_pages, t.hidden_size, shape, cache, draft_cache)
+        if not config.enforce_eager and VerifyGraphs.can_record(target):
+            self.models = self.models._replace(graphs=VerifyGraphs(target, self.state))
         self.timer = PhaseTimer()
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
@@ -86,7 +89,7 @@ class Engine:
         draft        a drafter directory in the published EAGLE-1/2 format or a hub id; "auto": the demo's drafter with the demo target, else an error that asks for one;
                      None or "none": plain decoding
         dtype        of the weights: "float32", "bfloat16", or "auto" (float32 for float32 checkpoints, bfloat16 for all others, GGUF files among them)
-        draft_vocab  None: the whole vocabulary; a number: so many of the drafter's most frequent tokens; a file of token ids; "auto": 8192 for the demo pair, else None
+        draft_vocab  None: the whole vocabulary; a number: so many of the drafter's most frequent tokens; a file of token ids; "auto": 4096 for the demo pair, else None
         threads      of torch and the kernels; None leaves them as they are
         options      fields of EagleConfig, instead of `config`
 
@@ -104,16 +107,19 @@ class Engine:
         if threads is not None:
             torch.set_num_threads(threads)
         is_demo = str(target) == DEMO
-        drafter_path = _drafter_path(draft, is_demo)
+        draft_path = drafter_path(draft, is_demo)
         checkpoint = open_checkpoint(demo_target_path(progress) if is_demo else target)
         weights_dtype = _dtype(dtype, checkpoint.config.dtype, checkpoint.gguf_metadata is not None)
-        max_positions = (config.max_model_len or default_max_model_len(checkpoint.config.max_position_embeddings)) + slack_rows(config, drafter_path is not None)
+        longest = checkpoint.config.max_position_embeddings
+        if config.max_model_len is not None and config.max_model_len > longest:
+            raise EagleError(f"max_model_len {config.max_model_len} is more than the target was made for: its max_position_embeddings is {longest}")
+        max_positions = (config.max_model_len or default_max_model_len(longest)) + slack_rows(config, draft_path is not None)
         model = TargetModel.from_checkpoint(checkpoint, weights_dtype, max_positions, progress)
         drafter = None
-        if drafter_path is not None:
+        if draft_path is not None:
             if draft_vocab == "auto":
-                draft_vocab = DEMO_DRAFT_VOCAB if drafter_path == demo_drafter_path() else None
-            drafter = Drafter.from_directory(drafter_path, model, max_positions=max_positions, draft_vocab=draft_vocab)
+                draft_vocab = DEMO_DRAFT_VOCAB if draft_path == demo_drafter_path() else None
+            drafter = Drafter.from_directory(draft_path, model, max_positions=max_positions, draft_vocab=draft_vocab)
         return cls(model, drafter, Tokenizer.from_checkpoint(checkpoint), config)
 
     def plain(self) -> Engine:
@@ -171,7 +177,7 @@ class Engine:
                 if request.finish_reason == "error":
                     raise EagleError(request.error)
                 if text or tokens or request.finished:
-                    yield TextDelta(text, tokens, request.finish_reason)
+                    yield TextDelta(text, tokens, request.finish_reason, request.output().stats if request.finished else None)
         finally:
             self.abort(request.request_id)
 
@@ -301,7 +307,8 @@ def slack_rows(config: EagleConfig, speculative: bool) -> int:
     return max(shape.num_nodes, shape.draft_rows, shape.max_depth + 1)
 
 
-def _drafter_path(draft: str | Path | None, is_demo: bool) -> Path | None:
+def drafter_path(draft: str | Path | None, is_demo: bool) -> Path | None:
+    """The drafter directory that `draft` of Engine.from_pretrained means; None: plain decoding."""
     if draft is None or str(draft) == "none":
         return None
     if str(draft) == "auto":

@@ -52,8 +52,10 @@ class TextDelta(NamedTuple):
     text           new text
     token_ids      new tokens
     finish_reason  None until the last piece
+    stats          how the request went; None until the last piece
     """
 
     text: str
     token_ids: list[int]
     finish_reason: str | None
+    stats: RequestStats | None

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from eagle_engine.drafter import Drafter
+from eagle_engine.graphs import VerifyGraphs, forward_tree
 from eagle_engine.state import DecodeState
 from eagle_engine.target import TargetModel
 from eagle_engine.tree_shape import TreeShape
@@ -38,6 +39,7 @@ class Models(NamedTuple):
 
     rejection     acceptance rule: speculative sampling on drawn drafts instead of sample-exact
     filter_order  "hf" or "vllm"
+    graphs        recorded forwards; None: eager
     """
 
     target: TargetModel
@@ -45,6 +47,7 @@ class Models(NamedTuple):
     shape: TreeShape
     rejection: bool
     filter_order: str
+    graphs: VerifyGraphs | None = None
 
 
 def run_step(models: Models, state: DecodeState, batch: int, timer: PhaseTimer) -> Accepted:
@@ -141,8 +144,9 @@ def draw_level(models: Models, state: DecodeState, batch: int, logits: Tensor, f
 
 def verify(models: Models, state: DecodeState, batch: int, tree: Tree) -> tuple[Tensor, Tensor]:
     """The target's forward over the tree: features [B, N, H] and logits [B * N, V]."""
-    features = models.target.forward(tree.tokens, tree.position_ids, state.target_cache, state.seq_lens[:batch], state.page_table[:batch], tree.packed_ancestor_mask)
-    return features, models.target.logits(features.view(-1, features.shape[-1]))
+    if models.graphs is not None:
+        return models.graphs.replay(batch, tree)
+    return forward_tree(models.target, state, batch, tree.tokens, tree.position_ids, tree.packed_ancestor_mask)
 
 
 def choose(models: Models, state: DecodeState, batch: int, tree: Tree, logits: Tensor, draft_probs: list[Tensor] | None) -> Accepted:

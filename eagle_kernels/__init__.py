@@ -6,6 +6,7 @@ from eagle_kernels.compact import compact
 from eagle_kernels.expand import expand
 from eagle_kernels.gumbel_noise import gumbel_noise, uniform_noise
 from eagle_kernels.linear import PackedWeight, embedding, expert_linear, linear, pack_weight, route_experts, unpack_weight
+from eagle_kernels.recording import Recording, record
 from eagle_kernels.rerank import rerank
 from eagle_kernels.rms_norm import rms_norm
 from eagle_kernels.rope_store_kv import rope_store_kv
@@ -15,6 +16,6 @@ from eagle_kernels.tree_attention import tree_attention
 from eagle_kernels.types import Accepted, DraftPool, Frontier, Tree
 
 __all__ = [
-    "Accepted", "DraftPool", "Frontier", "PackedWeight", "Tree", "accept", "accept_rejection", "available_isas", "compact", "draw_children", "embedding", "expand", "expert_linear", "filter_probs",
-    "gumbel_noise", "isa", "linear", "pack_weight", "rerank", "rms_norm", "rope_store_kv", "route_experts", "sample", "set_isa", "silu_mul", "tree_attention", "uniform_noise", "unpack_weight",
+    "Accepted", "DraftPool", "Frontier", "PackedWeight", "Recording", "Tree", "accept", "accept_rejection", "available_isas", "compact", "draw_children", "embedding", "expand", "expert_linear", "filter_probs",
+    "gumbel_noise", "isa", "linear", "pack_weight", "record", "rerank", "rms_norm", "rope_store_kv", "route_experts", "sample", "set_isa", "silu_mul", "tree_attention", "uniform_noise", "unpack_weight",
 ]  # fmt: skip

@@ -66,10 +66,10 @@ def test_generate_goes_on_after_a_prompt_that_fails(run, tmp_path):
     options = ("--prompts", file, "--max-model-len", 40, "--max-new-tokens", 5, "--ignore-eos")
     status, out, err = run("generate", *options, "--json")
     outputs = json.loads(out)["outputs"]
-    assert status == 1 and [len(output["token_ids"]) for output in outputs] == [5, 0, 5]
+    assert status == 2 and [len(output["token_ids"]) for output in outputs] == [5, 0, 5]
     assert outputs[1]["finish_reason"] == "error" and "no room" in outputs[1]["error"]
     assert "eagle: error: prompt long: the prompt has 55 tokens" in err
-    assert run("generate", *options)[0] == 1
+    assert run("generate", *options)[0] == 2
     assert "no room" in one_error(run("generate", "x" * 50, "--max-model-len", 40)).strip()
 
 
@@ -101,7 +101,7 @@ def test_chat_survives_ctrl_c_and_a_full_context(run, monkeypatch):
 
     def stream(self, prompt, params):
         calls.append(prompt)
-        yield TextDelta("half", [5, 6], None)
+        yield TextDelta("half", [5, 6], None, None)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:

@@ -72,7 +72,7 @@ def test_verify_prompt_that_cannot_be_answered(run, tmp_path):
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"id": "a", "prompt": "Hi"}\n{"id": "long", "turns": ["%s", "more"]}' % ("x" * 50))
     status, out, err = run("verify", "--prompts", file, "--max-model-len", 40, "--max-new-tokens", 5, "--turns", "all")
-    assert (status, out) == (1, "1/2 identical\n")
+    assert (status, out) == (2, "1/2 identical\n")
     assert "eagle: error: prompt long turn 1: the prompt has 55 tokens" in err
 
 
@@ -111,7 +111,7 @@ def test_bench_reports_failures(run, tmp_path):
     file.write_text('{"id": "a", "prompt": "Hi"}\n{"id": "long", "prompt": "%s"}' % ("x" * 50))
     options = ("--prompts", file, "--max-model-len", 40, "--max-new-tokens", 5, "--json")
     status, out, err = run("bench", *options)
-    assert status == 1 and "eagle: error: prompt long: " in err and json.loads(out)["prompts"] == 1
+    assert status == 2 and "eagle: error: prompt long: " in err and json.loads(out)["prompts"] == 1
     file.write_text('{"id": "long", "prompt": "%s"}' % ("x" * 50))
     status, out, err = run("bench", *options)
     assert (status, out) == (2, "") and err.endswith("eagle: error: none of the prompts could be answered\n")

@@ -1,5 +1,6 @@
 """The product: the same tokens as plain decoding, at any temperature, bit for bit."""
 
+import eagle_engine.step as step
 import eagle_kernels
 import pytest
 import torch
@@ -50,8 +51,8 @@ def test_tree_logits_are_those_of_plain_decoding_bit_for_bit(tree, dtype):
     prompt = random_tokens(3, 55)
     params = SamplingParams(temperature=0.0, max_tokens=30)
     answer = plain_tokens(target, prompt, params)
-    plain_logits = record_logits(make_engine(target, None), prompt, params)
-    engine = make_engine(target, oracle_drafter(target, prompt + answer, ranks=[0, 1, 0, 2, 0, 0, 7]), **TREES[tree])
+    plain_logits = record_logits(make_engine(target, None, enforce_eager=True), prompt, params)
+    engine = make_engine(target, oracle_drafter(target, prompt + answer, ranks=[0, 1, 0, 2, 0, 0, 7]), enforce_eager=True, **TREES[tree])
     tree_logits = record_logits(engine, prompt, params)
     assert len(plain_logits) >= 29 and len(tree_logits) >= 29
     for position in plain_logits.keys() & tree_logits.keys():
@@ -120,6 +121,40 @@ def test_prefill_chunks_change_nothing(chunk):
     prompt, params = random_tokens(21, 70), SamplingParams(temperature=0.0, max_tokens=20)
     expected = plain_tokens(target, prompt, params)
     assert make_engine(target, random_drafter(target), prefill_chunk=chunk).generate([prompt], params)[0].token_ids == expected
+
+
+@pytest.mark.parametrize("tree", TREES, ids=str)
+def test_replay_equals_eager(tree):
+    """Features and logits of every step, over batches that shrink and lengths that differ, as bits."""
+    target = tiny_target("qwen2")
+    prompts = [random_tokens(90 + i, length) for i, length in enumerate((5, 66, 20))]
+    params = [SamplingParams(temperature=0.0, max_tokens=8 + 9 * i) for i in range(3)]
+    seen = {}
+    for eager in (False, True):
+        engine = make_engine(target, random_drafter(target), enforce_eager=eager, **TREES[tree])
+        assert (engine.models.graphs is None) == eager
+        seen[eager] = record_verify(engine, prompts, params)
+    assert len(seen[True]) == len(seen[False]) > 20
+    for replayed, expected in zip(seen[False], seen[True]):
+        for a, b in zip(replayed, expected):
+            assert_exact(a, b)
+
+
+def record_verify(engine, prompts, params) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    seen = []
+    original = step.verify
+
+    def verify(*args):
+        features, logits = original(*args)
+        seen.append((features.clone(), logits.clone()))
+        return features, logits
+
+    step.verify = verify
+    try:
+        engine.generate(prompts, params)
+    finally:
+        step.verify = original
+    return seen
 
 
 def test_page_size_changes_nothing():
@@ -302,7 +337,7 @@ def test_target_cache_after_any_step_is_that_of_a_fresh_prefill():
 def test_a_broken_mask_is_noticed():
     """The comparison of logits can fail: a node that sees its sibling gets other bits."""
     target = tiny_target("llama")
-    engine = make_engine(target, random_drafter(target), **TREES["dynamic"])
+    engine = make_engine(target, random_drafter(target), enforce_eager=True, **TREES["dynamic"])
     engine.add_request(random_tokens(30, 9), SamplingParams(temperature=0.0, max_tokens=8))
     engine._admit()
     state, models = engine.state, engine.models

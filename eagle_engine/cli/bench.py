@@ -115,7 +115,7 @@ def run(args: argparse.Namespace) -> int:
         print_json(result)
     else:
         _print_table(result, exact=args.acceptance == "exact" or params.temperature == 0)
-    return 1 if failures else 0
+    return 2 if failures else 0
 
 
 def _measure(engine: Engine, prompts: list[list[int]], params: SamplingParams, into: Measured) -> list[RequestOutput]:

@@ -9,7 +9,7 @@ from dataclasses import asdict, replace
 
 from eagle_engine.cli.common import encode_turns, load_engine, note, print_json, prompt_set, sampling_params, show_progress
 from eagle_engine.errors import EagleError
-from eagle_engine.outputs import RequestOutput
+from eagle_engine.outputs import RequestOutput, RequestStats
 from eagle_engine.sampling_params import SamplingParams
 
 
@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
     for name, output in failed:
         note(f"eagle: error: prompt {name}: {output.error}")
     note(summary(outputs, seconds))
-    return 1 if failed else 0
+    return 2 if failed else 0
 
 
 def _prompts(args: argparse.Namespace) -> tuple[list[str], list[str]]:
@@ -58,19 +58,16 @@ def _prompts(args: argparse.Namespace) -> tuple[list[str], list[str]]:
 
 def _stream(engine, prompt: list[int], params: SamplingParams) -> None:
     started = time.perf_counter()
-    counts = []
+    tokens, stats = 0, RequestStats()
     try:
         for delta in engine.stream(prompt, params):
-            counts.append(len(delta.token_ids))
+            tokens += len(delta.token_ids)
+            stats = delta.stats or stats
             print(delta.text, end="", flush=True)
     finally:
-        if counts:
+        if tokens:
             print(flush=True)
-    seconds = time.perf_counter() - started
-    # The prefill gives the first token; each piece after it, and what the first piece holds beyond it, is one step.
-    tokens = sum(counts)
-    steps = len(counts) - (counts[0] == 1)
-    note(_line(tokens, seconds, steps, tokens - 1))
+    note(_line(tokens, time.perf_counter() - started, stats.steps, tokens - 1))
 
 
 def summary(outputs: list[RequestOutput], seconds: float) -> str:

@@ -11,7 +11,7 @@ from eagle_engine.checkpoint import Checkpoint, open_checkpoint
 from eagle_engine.cli.common import print_json, show_progress
 from eagle_engine.demo import demo_target_path
 from eagle_engine.drafter import RANKING_FILE, DrafterConfig, read_drafter, read_token_ids
-from eagle_engine.engine import DEMO, _drafter_path
+from eagle_engine.engine import DEMO, drafter_path
 from eagle_engine.errors import EagleError
 from eagle_engine.model_config import ModelConfig
 from eagle_engine.tokenizer import Tokenizer
@@ -23,12 +23,12 @@ def run(args: argparse.Namespace) -> int:
         checkpoint = open_checkpoint(demo_target_path(show_progress()) if args.target == DEMO else args.target)
         target = describe_target(checkpoint)
     if args.draft == "auto" and args.target != DEMO:
-        drafter_path = None
+        draft_path = None
     else:
-        drafter_path = _drafter_path(args.draft, args.target == DEMO)
-    if drafter_path is not None:
-        config, tensors = read_drafter(drafter_path)
-        draft = describe_drafter(drafter_path, config, tensors)
+        draft_path = drafter_path(args.draft, args.target == DEMO)
+    if draft_path is not None:
+        config, tensors = read_drafter(draft_path)
+        draft = describe_drafter(draft_path, config, tensors)
     if target is None and draft is None:
         raise EagleError("nothing to inspect: give --target, --draft or both")
     result: dict[str, Any] = {"target": target, "draft": draft}

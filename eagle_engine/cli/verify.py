@@ -132,7 +132,7 @@ def _report(args: argparse.Namespace, engine: Engine, differences: list[Differen
             )
             print(f"prompt {difference.id}{_turn(args, difference.turn)}, token {difference.position}: plain {plain}, speculative {speculative}{margin}")
         print(f"{identical}/{total} identical")
-    return 1 if differences or failures else 0
+    return 2 if failures else 1 if differences else 0
 
 
 def _turn(args: argparse.Namespace, turn: int) -> str:
