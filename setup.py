@@ -5,6 +5,8 @@ from torch.utils.cpp_extension import BuildExtension, CppExtension
 
 SOURCES = [
     "csrc/torch_api.cpp",
+    "csrc/torch_model_ops.cpp",
+    "csrc/torch_decode_ops.cpp",
     "csrc/cpu/kernels.cpp",
     "csrc/cpu/isa_portable.cpp",
     "csrc/cpu/isa_avx2.cpp",
