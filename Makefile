@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 
 .PHONY: demo test bench clean
 
-$(STAMP): setup.py pyproject.toml constraints.txt $(wildcard csrc/*.cpp csrc/cpu/*)
+$(STAMP): setup.py pyproject.toml constraints.txt $(wildcard csrc/*.cpp csrc/*.h csrc/cpu/*)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch numpy setuptools wheel ninja pybind11
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-build-isolation --editable '.[test]'
@@ -15,8 +15,9 @@ $(STAMP): setup.py pyproject.toml constraints.txt $(wildcard csrc/*.cpp csrc/cpu
 demo: $(STAMP)
 	$(BIN)/eagle demo
 
+# One OpenMP thread, since the tensors of the tests are tiny; those about threads set their own number.
 test: $(STAMP)
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 bench: $(STAMP)
 	$(BIN)/python bench/bench_linear.py

@@ -116,14 +116,15 @@ class Request:
         self._phases = {name: seconds - self._phases_before.get(name, 0.0) for name, seconds in phases.items()}
 
     def text(self) -> str:
-        """The answer so far. A finished answer is decoded whole, so a last incomplete character shows as the tokenizer shows it."""
+        """The answer so far. A finished answer is decoded whole, so that a last incomplete character shows as the tokenizer shows it, and begins with what was streamed."""
         if self._cut is not None:
             return self._text[: self._cut]
         if not self.finished or self.tokenizer is None:
             return self._text
-        # The token that ended the answer stands in token_ids, but says nothing.
-        ends = self.finish_reason == "stop" and self.token_ids and (self.token_ids[-1] in self.eos_token_ids or self.stop_reason is not None)
-        return self.tokenizer.decode(self.token_ids[:-1] if ends else self.token_ids, self.params.skip_special_tokens)
+        # The token that ended the answer stands in token_ids; in the text only when asked for.
+        hidden = self.finish_reason == "stop" and not self.params.include_stop_str_in_output
+        whole = self.tokenizer.decode(self.token_ids[:-1] if hidden else self.token_ids, self.params.skip_special_tokens)
+        return whole if whole.startswith(self._text) else self._text
 
     def delta(self) -> tuple[str, list[int]]:
         """Text and tokens since the last call. Text that may turn out to begin a stop string is held back until it is known not to."""

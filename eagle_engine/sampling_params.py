@@ -21,7 +21,8 @@ class SamplingParams:
     stop_token_ids    further token ids that end the answer, beside the model's own end tokens
     ignore_eos        go on after the model's end tokens
     seed              None: a fresh one for each request; the same seed gives the same text
-    include_stop_str_in_output, skip_special_tokens   shape of the text
+    include_stop_str_in_output   the text keeps the stop string, or the text of the stop token
+    skip_special_tokens          the text leaves special tokens out
     """
 
     temperature: float = 1.0

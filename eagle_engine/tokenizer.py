@@ -55,6 +55,10 @@ class Tokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Ids of a text; add_special_tokens adds what the model wants around a text, such as a leading bos."""
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise EagleError(f"the text holds half of a surrogate pair at character {error.start}: it is no valid Unicode") from error
         return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:

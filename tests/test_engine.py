@@ -77,6 +77,15 @@ def test_end_token_at_every_depth_of_an_accepted_path(at):
         assert engine.pages.num_free == engine.pages.num_pages
 
 
+@pytest.mark.parametrize("include", [False, True])
+def test_text_of_a_stop_token(include):
+    params = SamplingParams(**PARAMS, max_tokens=40, stop_token_ids=[ANSWER[5]], include_stop_str_in_output=include)
+    for name, engine in engines(PROMPT + ANSWER).items():
+        output = engine.generate([PROMPT], params)[0]
+        assert output.text == engine.tokenizer.decode(output.token_ids if include else output.token_ids[:-1]), name
+        assert "".join(piece.text for piece in engine.stream(PROMPT, params)) == output.text
+
+
 @given(data=st.data())
 def test_stop_strings_cut_where_plain_decoding_stops(data):
     """Strings from anywhere in the text: within a token, over several tokens, within an accepted run, over two runs."""
@@ -202,6 +211,7 @@ def test_bad_prompts_end_alone():
     assert [output.finish_reason for output in outputs][1:5] == ["error"] * 4
     assert outputs[0].token_ids == outputs[6].token_ids and len(outputs[0].token_ids) == 5
     assert engine.generate([""], params)[0].error is not None
+    assert "surrogate" in engine.generate(["ab\ud800"], params)[0].error
 
 
 @pytest.mark.parametrize(
