@@ -17,6 +17,7 @@ from eagle_engine.drafter import Drafter
 from eagle_engine.errors import EagleError
 from eagle_engine.graphs import VerifyGraphs
 from eagle_engine.kv_cache import PagePool, make_kv_cache
+from eagle_engine.loading import DEMO, DEMO_DRAFT_VOCAB, DTYPES, drafter_path, weights_dtype
 from eagle_engine.outputs import RequestOutput, TextDelta
 from eagle_engine.request import Request
 from eagle_engine.sampling_params import SamplingParams
@@ -26,9 +27,6 @@ from eagle_engine.target import TargetModel
 from eagle_engine.tokenizer import Tokenizer
 from eagle_engine.tree_shape import PLAIN, tree_shape
 
-DEMO = "demo"
-DEMO_DRAFT_VOCAB = 4096
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 Prompt = str | list[int]
 
 
@@ -109,12 +107,12 @@ class Engine:
         is_demo = str(target) == DEMO
         draft_path = drafter_path(draft, is_demo)
         checkpoint = open_checkpoint(demo_target_path(progress) if is_demo else target)
-        weights_dtype = _dtype(dtype, checkpoint.config.dtype, checkpoint.gguf_metadata is not None)
+        weight_dtype = weights_dtype(dtype, checkpoint.config.dtype, checkpoint.gguf_metadata is not None)
         longest = checkpoint.config.max_position_embeddings
         if config.max_model_len is not None and config.max_model_len > longest:
             raise EagleError(f"max_model_len {config.max_model_len} is more than the target was made for: its max_position_embeddings is {longest}")
         max_positions = (config.max_model_len or default_max_model_len(longest)) + slack_rows(config, draft_path is not None)
-        model = TargetModel.from_checkpoint(checkpoint, weights_dtype, max_positions, progress)
+        model = TargetModel.from_checkpoint(checkpoint, weight_dtype, max_positions, progress)
         drafter = None
         if draft_path is not None:
             if draft_vocab == "auto":
@@ -305,28 +303,3 @@ def slack_rows(config: EagleConfig, speculative: bool) -> int:
         return 1
     shape = tree_shape(config)
     return max(shape.num_nodes, shape.draft_rows, shape.max_depth + 1)
-
-
-def drafter_path(draft: str | Path | None, is_demo: bool) -> Path | None:
-    """The drafter directory that `draft` of Engine.from_pretrained means; None: plain decoding."""
-    if draft is None or str(draft) == "none":
-        return None
-    if str(draft) == "auto":
-        if is_demo:
-            return demo_drafter_path()
-        raise EagleError("no drafter is known for this target: give draft a drafter directory or hub id, or 'none' for plain decoding")
-    path = Path(draft).expanduser()
-    if path.exists() or str(draft).startswith((".", "/", "~")) or str(draft).count("/") != 1:
-        return path
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(str(draft), allow_patterns=["config.json", "*.safetensors", "pytorch_model.bin"]))
-    except Exception as error:  # network, permission, unknown name: many exception types, one remedy
-        raise EagleError(f"{draft!r} is no local drafter directory, and fetching it from the Hugging Face hub failed: {error}") from error
-
-
-def _dtype(wanted: str, stored: str, is_gguf: bool) -> torch.dtype:
-    if wanted == "auto":
-        return torch.float32 if stored == "float32" and not is_gguf else torch.bfloat16
-    return DTYPES[wanted]

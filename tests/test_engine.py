@@ -199,6 +199,15 @@ def test_all_equal_logits_draft_and_accept():
     assert output.stats.acceptance_length == 4.0
 
 
+def test_a_drafter_of_nan_changes_nothing():
+    target = tiny_target("llama")
+    drafter = random_drafter(target)
+    drafter.fc_bias = torch.full_like(drafter.fc_bias, float("nan"))
+    params = SamplingParams(temperature=0.8, seed=2, max_tokens=20)
+    for tree in TREES.values():
+        assert make_engine(target, drafter, **tree).generate([PROMPT], params)[0].token_ids == plain_tokens(target, PROMPT, params)
+
+
 def test_bad_prompts_end_alone():
     engine = engines()["speculative"]
     params = SamplingParams(**GREEDY, max_tokens=5)

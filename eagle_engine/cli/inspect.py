@@ -11,7 +11,7 @@ from eagle_engine.checkpoint import Checkpoint, open_checkpoint
 from eagle_engine.cli.common import print_json, show_progress
 from eagle_engine.demo import demo_target_path
 from eagle_engine.drafter import RANKING_FILE, DrafterConfig, read_drafter, read_token_ids
-from eagle_engine.engine import DEMO, drafter_path
+from eagle_engine.loading import DEMO, drafter_path
 from eagle_engine.errors import EagleError
 from eagle_engine.model_config import ModelConfig
 from eagle_engine.tokenizer import Tokenizer
