@@ -165,5 +165,5 @@ def planted_accept_rejection(fault: str):
 def test_planted_faults_fail_the_same_check(monkeypatch, fault, passes):
     monkeypatch.setattr(step, "accept_rejection", planted_accept_rejection(fault))
     filters = dict(temperature=1.0)
-    samples = sample_answers(ENGINES["rejection-static"], filters, count=512)
+    samples = sample_answers(ENGINES["rejection-static"], filters)
     assert (chi_square_p_value(samples, exact_distribution(1.0, 0, 1.0, 0.0)) > LEVEL) == passes
