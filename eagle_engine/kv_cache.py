@@ -22,8 +22,7 @@ class PagePool:
 
     def take(self, count: int) -> list[int]:
         """`count` pages; the caller has made sure that there are as many."""
-        taken = [self._free.pop() for _ in range(count)]
-        return taken
+        return [self._free.pop() for _ in range(count)]
 
     def give_back(self, pages: list[int]) -> None:
         self._free.extend(reversed(pages))

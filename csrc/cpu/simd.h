@@ -35,9 +35,6 @@ static inline f32x16 load_bf16_even(const uint16_t* p) { return {_mm512_castsi51
 static inline f32x16 load_bf16_odd(const uint16_t* p) {
     return {_mm512_castsi512_ps(_mm512_and_si512(_mm512_loadu_si512(p), _mm512_set1_epi32(static_cast<int>(0xFFFF0000u))))};
 }
-static inline f32x16 load_bf16(const uint16_t* p) {
-    return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))), 16))};
-}
 
 #elif defined(EK_AVX2)
 
@@ -76,10 +73,6 @@ static inline f32x16 load_bf16_odd(const uint16_t* p) {
     const __m256i high_half = _mm256_set1_epi32(static_cast<int>(0xFFFF0000u));
     return {_mm256_castsi256_ps(_mm256_and_si256(load_words(p), high_half)), _mm256_castsi256_ps(_mm256_and_si256(load_words(p + 16), high_half))};
 }
-static inline __m256 widen_bf16(const uint16_t* p) {
-    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))), 16));
-}
-static inline f32x16 load_bf16(const uint16_t* p) { return {widen_bf16(p), widen_bf16(p + 8)}; }
 
 #else
 
@@ -113,7 +106,6 @@ static inline bool any_greater(const f32x16& a, const f32x16& b) { bool r = fals
 static inline bool any_nan(const f32x16& a) { bool r = false; EK_LANES r |= a.v[j] != a.v[j]; return r; }
 static inline f32x16 load_bf16_even(const uint16_t* p) { f32x16 r; EK_LANES r.v[j] = float_from_bits(static_cast<uint32_t>(p[2 * j]) << 16); return r; }
 static inline f32x16 load_bf16_odd(const uint16_t* p) { f32x16 r; EK_LANES r.v[j] = float_from_bits(static_cast<uint32_t>(p[2 * j + 1]) << 16); return r; }
-static inline f32x16 load_bf16(const uint16_t* p) { f32x16 r; EK_LANES r.v[j] = float_from_bits(static_cast<uint32_t>(p[j]) << 16); return r; }
 #undef EK_LANES
 
 #endif
