@@ -13,14 +13,14 @@ using eagle::torch_api::Recording;
 using eagle::torch_api::recording;
 
 TORCH_LIBRARY(eagle_kernels, m) {
-    m.def("linear(Tensor x, Tensor weight, Tensor? bias, int out_features, Tensor(a!) out) -> ()");
+    m.def("linear(Tensor x, Tensor weight, Tensor? bias, int out_features, bool deterministic, Tensor(a!) out) -> ()");
     m.def("expert_linear(Tensor x, Tensor weight, Tensor expert_ids, int out_features, Tensor(a!) out) -> ()");
     m.def("embedding(Tensor ids, Tensor weight, int out_features, Tensor(a!) out) -> ()");
     m.def("rms_norm(Tensor x, Tensor weight, float eps, Tensor(a!)? residual, Tensor(b!) out) -> ()");
     m.def("silu_mul(Tensor gate_up, Tensor(a!) out) -> ()");
     m.def("route_experts(Tensor router_logits, bool normalize, Tensor(a!) weights, Tensor(b!) expert_ids) -> ()");
     m.def("rope_store_kv(Tensor(a!) q, Tensor k, Tensor v, Tensor position_ids, Tensor rope_table, Tensor(b!) kv_cache, Tensor page_table, Tensor seq_lens, int row_offset) -> ()");
-    m.def("tree_attention(Tensor q, Tensor kv_cache, Tensor page_table, Tensor seq_lens, Tensor? packed_ancestor_mask, float scale, int window, float soft_cap, Tensor(a!) out, Tensor(b!)? lse) -> ()");
+    m.def("tree_attention(Tensor q, Tensor kv_cache, Tensor page_table, Tensor seq_lens, Tensor? packed_ancestor_mask, float scale, int window, float soft_cap, bool deterministic, Tensor(a!) out, Tensor(b!)? lse) -> ()");
     m.def("sample(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, Tensor seeds, Tensor positions, bool min_p_first, Tensor? logit_bias, Tensor? repetition_penalty, "
           "Tensor? presence_penalty, Tensor? frequency_penalty, Tensor? prompt_mask, Tensor? output_counts, Tensor(a!) out, Tensor(b!)? log_probs) -> ()");
     m.def("filter_probs(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, bool min_p_first, Tensor(a!) out) -> ()");

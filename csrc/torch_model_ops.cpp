@@ -16,7 +16,8 @@ void check_packed(const Tensor& x, const Tensor& weight, int64_t out_features, b
     if ((pairs ? (x.size(1) + 1) / 2 * 2 : x.size(1)) != depth) fail("x", x, {kAny, depth}, "float32", "");
 }
 
-void linear(const Tensor& x, const Tensor& weight, OptionalTensor bias, int64_t out_features, Tensor out) {
+// The CPU is always deterministic.
+void linear(const Tensor& x, const Tensor& weight, OptionalTensor bias, int64_t out_features, bool /*deterministic*/, Tensor out) {
     check_packed(x, weight, out_features, false);
     check_optional("bias", bias, {out_features}, at::kFloat);
     check_rows("out", out, {x.size(0), out_features}, at::kFloat);
@@ -98,7 +99,7 @@ void rope_store_kv(Tensor q, const Tensor& k, const Tensor& v, const Tensor& pos
     launch([args] { eagle::kernels().rope_store_kv(args); }, {q, k, v, position_ids, rope_table, kv_cache, page_table, seq_lens});
 }
 
-void tree_attention(const Tensor& q, const Tensor& kv_cache, const Tensor& page_table, const Tensor& seq_lens, OptionalTensor mask, double scale, int64_t window, double soft_cap, Tensor out,
+void tree_attention(const Tensor& q, const Tensor& kv_cache, const Tensor& page_table, const Tensor& seq_lens, OptionalTensor mask, double scale, int64_t window, double soft_cap, bool /*deterministic*/, Tensor out,
                     const std::optional<Tensor>& lse) {
     check_rows("q", q, {kAny, kAny, kAny, kAny}, at::kFloat);
     const int64_t batch = q.size(0), queries = q.size(1), q_heads = q.size(2), head_dim = q.size(3);

@@ -33,7 +33,9 @@ class EagleConfig:
     page_size       rows of a page of the KV cache
     num_pages       pages of the pool; None: enough for max_batch_size sequences of max_model_len
     prefill_chunk   prompt tokens per forward, at most 256
-    enforce_eager   run every op of the verify forward from Python instead of replaying a recording; the same bits, slower
+    enforce_eager   run every op from Python instead of replaying a recording (CPU: of the verify forward) or a captured graph (CUDA: of the whole step); the same bits, slower
+    deterministic   CUDA: row-invariant kernels, with which the text is that of plain decoding bit for bit; the fastest kernels may round differently for other numbers of rows. On the
+                    CPU always so
     """
 
     tree: str = "dynamic"
@@ -49,6 +51,7 @@ class EagleConfig:
     num_pages: int | None = None
     prefill_chunk: int = 256
     enforce_eager: bool = False
+    deterministic: bool = False
 
     def __post_init__(self) -> None:
         _one_of("tree", self.tree, TREES)

@@ -15,9 +15,10 @@ from eagle_engine.checkpoint import check_tensors
 from eagle_engine.errors import EagleError
 from eagle_engine.huggingface_checkpoint import open_safetensors, read_json
 from eagle_engine.model_config import ModelConfig
+from eagle_engine.prefill_attention import MAX_TREE_QUERIES, prefill_attention
 from eagle_engine.rope import rope_table
 from eagle_engine.target import TargetModel
-from eagle_kernels import PackedWeight, embedding, linear, pack_weight, rms_norm, rope_store_kv, silu_mul, tree_attention, unpack_weight
+from eagle_kernels import HeadTopK, PackedWeight, embedding, head_topk, linear, pack_weight, rms_norm, rope_store_kv, silu_mul, tree_attention, unpack_weight
 
 RANKING_FILE = "token_ranking.npy"
 _LAYER = "layers.0."
@@ -136,26 +137,29 @@ class Drafter:
             raise EagleError(f"drafter of another target: its hidden_size is {layer.hidden_size}, the target's is {target.config.hidden_size}")
         if layer.vocab_size != target.config.vocab_size:
             raise EagleError(f"drafter of another target: its vocab_size is {layer.vocab_size}, the target's is {target.config.vocab_size}")
-        dtype = target.dtype
+        dtype, device, activation_dtype = target.dtype, target.device, target.activation_dtype
 
         def pack(*names: str) -> PackedWeight:
-            return pack_weight(torch.cat([tensors[name].to(dtype) for name in names]))
+            return pack_weight(torch.cat([tensors[name].to(device, dtype) for name in names]), target.embedding.layout)
+
+        def bias(*names: str) -> Tensor:
+            return torch.cat([tensors[name] for name in names]).to(device, activation_dtype)
 
         attention = _LAYER + "self_attn."
         qkv = [f"{attention}{name}_proj" for name in "qkv"]
         self.config = layer
         self.fc = pack("fc.weight")
-        self.fc_bias = tensors["fc.bias"].float() if config.bias else None
+        self.fc_bias = bias("fc.bias") if config.bias else None
         self.qkv = pack(*(f"{name}.weight" for name in qkv))
-        self.qkv_bias = torch.cat([tensors[f"{name}.bias"].float() for name in qkv]) if config.qkv_bias else None
+        self.qkv_bias = bias(*(f"{name}.bias" for name in qkv)) if config.qkv_bias else None
         self.o = pack(attention + "o_proj.weight")
-        self.mlp_norm = tensors[_LAYER + "post_attention_layernorm.weight"].float()
+        self.mlp_norm = tensors[_LAYER + "post_attention_layernorm.weight"].to(device, torch.float32)
         self.gate_up = pack(_LAYER + "mlp.gate_proj.weight", _LAYER + "mlp.up_proj.weight")
         self.down = pack(_LAYER + "mlp.down_proj.weight")
-        self.rope_table = rope_table(layer, max_positions)
+        self.rope_table = rope_table(layer, max_positions).to(device)
         own_embedding = tensors.get("embed_tokens.weight")
         # Published checkpoints carry a copy of the target's embedding; one that is equal is held once.
-        self.embedding = target.embedding if own_embedding is None or torch.equal(own_embedding.to(dtype), unpack_weight(target.embedding)) else pack("embed_tokens.weight")
+        self.embedding = target.embedding if own_embedding is None or torch.equal(own_embedding.to(device, dtype), unpack_weight(target.embedding)) else pack("embed_tokens.weight")
         self.head, self.draft_to_target = self._draft_head(tensors.get("lm_head.weight"), target, draft_vocab)
 
     @classmethod
@@ -180,9 +184,10 @@ class Drafter:
     @staticmethod
     def _draft_head(own_head: Tensor | None, target: TargetModel, draft_vocab: Tensor | None) -> tuple[PackedWeight, Tensor | None]:
         if draft_vocab is None:
-            return (target.head if own_head is None else pack_weight(own_head.to(target.dtype))), None
-        rows = unpack_weight(target.head)[draft_vocab] if own_head is None else own_head[draft_vocab].to(target.dtype)
-        return pack_weight(rows), draft_vocab
+            return (target.head if own_head is None else pack_weight(own_head.to(target.device, target.dtype), target.head.layout)), None
+        draft_vocab = draft_vocab.to(target.device)
+        rows = (unpack_weight(target.head) if own_head is None else own_head.to(target.device, target.dtype))[draft_vocab]
+        return pack_weight(rows, target.head.layout), draft_vocab
 
     @property
     def num_bytes(self) -> int:
@@ -209,12 +214,12 @@ class Drafter:
         """Run Q pairs of each sequence as the tentative rows row_offset, row_offset + 1, ... of the drafter's cache.
 
         token_ids             [B, Q] int64, the token after each feature; below 0: as 0
-        features              [B, Q, H] fp32
+        features              [B, Q, H] activations (fp32 on the CPU, the weights' dtype on CUDA)
         position_ids          [B, Q] int64, of the features
         cache                 [2, pages, page_size, kv_heads, head_dim]; modified
         seq_lens              [B] int32, committed rows of the drafter
         packed_ancestor_mask  [B, Q, W] int64 over the tentative rows; None: a causal chunk
-        returns               [B, Q, H] fp32, the predicted features
+        returns               [B, Q, H] activations, the predicted features
         """
         c = self.config
         batch, queries = token_ids.shape
@@ -223,11 +228,18 @@ class Drafter:
         qkv = linear(hidden, self.qkv, self.qkv_bias).view(batch, queries, -1, c.head_dim)
         q, k, v = qkv[:, :, : c.num_heads], qkv[:, :, c.num_heads : c.num_heads + c.num_kv_heads], qkv[:, :, c.num_heads + c.num_kv_heads :]
         rope_store_kv(q, k, v, position_ids, self.rope_table, cache, page_table, seq_lens, row_offset)
-        attended = tree_attention(q, cache, page_table, seq_lens, packed_ancestor_mask)
+        if queries > MAX_TREE_QUERIES:
+            attended = prefill_attention(q, cache, page_table, seq_lens, out=torch.empty_like(q, memory_format=torch.contiguous_format))
+        else:
+            attended = tree_attention(q, cache, page_table, seq_lens, packed_ancestor_mask)
         x = rms_norm(linear(attended.view(batch * queries, -1), self.o), self.mlp_norm, c.rms_norm_eps, hidden)
         hidden += linear(silu_mul(linear(x, self.gate_up)), self.down)
         return hidden.view(batch, queries, c.hidden_size)
 
     def logits(self, features: Tensor) -> Tensor:
-        """features [..., H] fp32 -> [..., draft vocabulary] fp32."""
-        return linear(features, self.head)
+        """features [..., H] activations -> [..., draft vocabulary] fp32."""
+        return linear(features, self.head, out=torch.empty(*features.shape[:-1], self.vocab_size, dtype=torch.float32, device=features.device))
+
+    def head_topk(self, features: Tensor, top_k: int) -> HeadTopK:
+        """The best top_k draft tokens after each of the features [..., H], without writing the logits on CUDA."""
+        return head_topk(features, self.head, top_k)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from torch import Tensor
 from tqdm import tqdm
 
 from eagle_engine.checkpoint import open_checkpoint
@@ -15,17 +16,18 @@ from eagle_engine.config import EagleConfig
 from eagle_engine.demo import demo_drafter_path, demo_target_path
 from eagle_engine.drafter import Drafter
 from eagle_engine.errors import EagleError
-from eagle_engine.graphs import VerifyGraphs
+from eagle_engine.graphs import CudaGraphs, GraphApi, StepGraphs, VerifyGraphs
 from eagle_engine.kv_cache import PagePool, make_kv_cache
-from eagle_engine.loading import DEMO, DEMO_DRAFT_VOCAB, DTYPES, drafter_path, weights_dtype
+from eagle_engine.loading import DEMO, DEMO_DRAFT_VOCAB, DTYPES, drafter_path, engine_device, weights_dtype
 from eagle_engine.outputs import RequestOutput, TextDelta
+from eagle_engine.prefill_attention import longest_chunk
 from eagle_engine.request import Request
 from eagle_engine.sampling_params import SamplingParams
 from eagle_engine.state import DecodeState
 from eagle_engine.step import Models, PhaseTimer, prefill, run_step
 from eagle_engine.target import TargetModel
 from eagle_engine.tokenizer import Tokenizer
-from eagle_engine.tree_shape import PLAIN, tree_shape
+from eagle_engine.tree_shape import PLAIN, on_device, tree_shape
 
 Prompt = str | list[int]
 
@@ -35,33 +37,55 @@ class Engine:
 
     target, drafter  the models; drafter None: plain decoding
     tokenizer        None: prompts are token ids, and answers have no text
+    graph_api        how steps are captured and replayed; None: torch.cuda's graphs on CUDA, none on the CPU
     """
 
-    def __init__(self, target: TargetModel, drafter: Drafter | None, tokenizer: Tokenizer | None, config: EagleConfig | None = None, *, eos_token_ids: tuple[int, ...] | None = None) -> None:
+    def __init__(
+        self,
+        target: TargetModel,
+        drafter: Drafter | None,
+        tokenizer: Tokenizer | None,
+        config: EagleConfig | None = None,
+        *,
+        eos_token_ids: tuple[int, ...] | None = None,
+        graph_api: GraphApi | None = None,
+    ) -> None:
         config = config or EagleConfig()
         self.config, self.tokenizer = config, tokenizer
-        shape = tree_shape(config) if drafter is not None else PLAIN
+        device = target.device
+        if graph_api is None and device.type == "cuda" and not config.enforce_eager:
+            graph_api = CudaGraphs()
+        shape = on_device(tree_shape(config), device) if drafter is not None else PLAIN
         if drafter is not None and shape.top_k > drafter.vocab_size:
             raise EagleError(f"top_k {shape.top_k} is more than the drafter's vocabulary of {drafter.vocab_size}")
         self.models = Models(target, drafter, shape, config.acceptance == "rejection", config.filter_order)
         self.max_model_len = config.max_model_len or default_max_model_len(target.config.max_position_embeddings)
         self.eos_token_ids = frozenset(eos_token_ids if eos_token_ids is not None else tokenizer.eos_token_ids if tokenizer else target.config.eos_token_ids)
         # Rows of a tree stand above the committed ones, so the longest sequence needs room beyond max_model_len.
-        slack = slack_rows(config, drafter is not None)
+        slack = slack_rows(config, drafter is not None, graph_api is not None)
         if target.max_positions < self.max_model_len + slack:
             raise EagleError(f"max_model_len {self.max_model_len} needs {self.max_model_len + slack} positions, the target was loaded with {target.max_positions}")
         self._slack = slack
         max_pages = -(-(self.max_model_len + slack) // config.page_size)
         self.pages = PagePool(config.num_pages or config.max_batch_size * max_pages, config.page_size)
         t = target.config
-        cache = make_kv_cache(t.num_layers, self.pages.num_pages, config.page_size, t.num_kv_heads, t.head_dim, torch.float32)
+        cache = make_kv_cache(t.num_layers, self.pages.num_pages, config.page_size, t.num_kv_heads, t.head_dim, target.activation_dtype, device)
         draft_cache = None
         if shape.levels:
             d = drafter.config
-            draft_cache = make_kv_cache(1, self.pages.num_pages, config.page_size, d.num_kv_heads, d.head_dim, torch.float32)
-        self.state = DecodeState.allocate(config.max_batch_size, max_pages, t.hidden_size, shape, cache, draft_cache)
-        if not config.enforce_eager and VerifyGraphs.can_record(target):
+            draft_cache = make_kv_cache(1, self.pages.num_pages, config.page_size, d.num_kv_heads, d.head_dim, target.activation_dtype, device)
+        self.state = DecodeState.allocate(config.max_batch_size, max_pages, t.hidden_size, shape, cache, draft_cache, target.activation_dtype)
+        self._graphs: StepGraphs | None = None
+        self._in_flight: tuple[list[Request], object, Tensor] | None = None
+        if graph_api is not None:
+            self._host_buffers = [graph_api.host_buffer(self.state.output_ring) for _ in range(2)]
+            with torch.inference_mode():
+                self._graphs = StepGraphs(graph_api, config.max_batch_size, lambda batch: run_step(self.models, self.state, batch, PhaseTimer()))
+                for slot in range(config.max_batch_size):
+                    self.state.clear(slot)
+        elif not config.enforce_eager and device.type == "cpu" and VerifyGraphs.can_record(target):
             self.models = self.models._replace(graphs=VerifyGraphs(target, self.state))
+        self._prefill_chunk = longest_chunk(device, target.deterministic, config.prefill_chunk)
         self.timer = PhaseTimer()
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
@@ -74,6 +98,7 @@ class Engine:
         target: str | Path = DEMO,
         draft: str | Path | None = "auto",
         *,
+        device: str = "auto",
         dtype: str = "auto",
         draft_vocab: int | str | Path | None = "auto",
         threads: int | None = None,
@@ -86,7 +111,9 @@ class Engine:
         target       "demo", a Hugging Face directory or hub id, or a .gguf file
         draft        a drafter directory in the published EAGLE-1/2 format or a hub id; "auto": the demo's drafter with the demo target, else an error that asks for one;
                      None or "none": plain decoding
-        dtype        of the weights: "float32", "bfloat16", or "auto" (float32 for float32 checkpoints, bfloat16 for all others, GGUF files among them)
+        device       "cpu", "cuda", or "auto": CUDA where there is a GPU
+        dtype        of the weights: "float32" (CPU), "bfloat16", "float16" (CUDA), or "auto": on the CPU float32 for float32 checkpoints and bfloat16 for all others, GGUF files among them;
+                     on CUDA float16 for float16 checkpoints and bfloat16 for all others
         draft_vocab  None: the whole vocabulary; a number: so many of the drafter's most frequent tokens; a file of token ids; "auto": 4096 for the demo pair, else None
         threads      of torch and the kernels; None leaves them as they are
         options      fields of EagleConfig, instead of `config`
@@ -105,14 +132,15 @@ class Engine:
         if threads is not None:
             torch.set_num_threads(threads)
         is_demo = str(target) == DEMO
+        where = engine_device(device)
         draft_path = drafter_path(draft, is_demo)
         checkpoint = open_checkpoint(demo_target_path(progress) if is_demo else target)
-        weight_dtype = weights_dtype(dtype, checkpoint.config.dtype, checkpoint.gguf_metadata is not None)
+        weight_dtype = weights_dtype(dtype, checkpoint.config.dtype, checkpoint.gguf_metadata is not None, where)
         longest = checkpoint.config.max_position_embeddings
         if config.max_model_len is not None and config.max_model_len > longest:
             raise EagleError(f"max_model_len {config.max_model_len} is more than the target was made for: its max_position_embeddings is {longest}")
-        max_positions = (config.max_model_len or default_max_model_len(longest)) + slack_rows(config, draft_path is not None)
-        model = TargetModel.from_checkpoint(checkpoint, weight_dtype, max_positions, progress)
+        max_positions = (config.max_model_len or default_max_model_len(longest)) + slack_rows(config, draft_path is not None, where.type == "cuda")
+        model = TargetModel.from_checkpoint(checkpoint, weight_dtype, max_positions, progress, device=where, deterministic=config.deterministic)
         drafter = None
         if draft_path is not None:
             if draft_vocab == "auto":
@@ -122,7 +150,7 @@ class Engine:
 
     def plain(self) -> Engine:
         """An engine of plain decoding on the same target, weights shared."""
-        return Engine(self.models.target, None, self.tokenizer, self.config, eos_token_ids=tuple(self.eos_token_ids))
+        return Engine(self.models.target, None, self.tokenizer, self.config, eos_token_ids=tuple(self.eos_token_ids), graph_api=self._graphs.api if self._graphs else None)
 
     def generate(
         self, prompts: Prompt | list[Prompt], sampling_params: SamplingParams | list[SamplingParams] | None = None, *, progress: bool = False
@@ -211,12 +239,32 @@ class Engine:
         if not self._running:
             return
         batch = len(self._running)
-        run_step(self.models, self.state, batch, self.timer)
-        counts = self.state.num_pending[:batch].tolist()
-        tokens = self.state.pending_tokens[:batch].tolist()
-        for request, count, emitted in zip(self._running, counts, tokens):
-            request.append(emitted[:count])
+        if self._graphs is None:
+            run_step(self.models, self.state, batch, self.timer)
+            self._deliver(self._running, self.state.output_ring[:batch])
+        else:
+            self._launch()
         self._retire_finished()
+
+    def _launch(self) -> None:
+        """Send a step on its way, then read what the one before it emitted: the device never waits for the host. The step that runs while a sequence turns out to have ended is thrown away."""
+        self.timer.start()
+        api, before = self._graphs.api, self._in_flight
+        self._graphs.replay(len(self._running))
+        buffer = self._host_buffers[0 if before is None or before[2] is self._host_buffers[1] else 1]
+        self._in_flight = (list(self._running), api.copy_to_host(self.state.output_ring, buffer), buffer)
+        if before is not None:
+            running, copied, rings = before
+            api.wait(copied)
+            self._deliver(running, rings)
+        self.timer.lap("graph")
+
+    @staticmethod
+    def _deliver(running: list[Request], rings: Tensor) -> None:
+        """Hand each request, by slot, the tokens that its row of the output ring holds and it has not seen."""
+        for request, ring in zip(running, rings.tolist()):
+            if not request.finished:
+                request.receive(ring)
 
     def _enqueue(self, prompt: Prompt, sampling_params: SamplingParams, held: bool) -> Request:
         """held: whoever queued the request keeps it and reads its output there, instead of from `step`."""
@@ -254,13 +302,16 @@ class Engine:
             slot = len(self._running)
             request.pages = self.pages.take(needed)
             request.start(self.timer.seconds)
-            self.state.page_table[slot, :needed] = torch.tensor(request.pages, dtype=torch.int32)
+            device = self.models.target.device
+            self.state.page_table[slot, :needed] = torch.tensor(request.pages, dtype=torch.int32, device=device)
             self.state.active[slot] = True
             self.state.set_sampling(slot, request.params, request.seed)
+            self.state.set_stop_tokens(slot, request.stop_token_ids)
             self._running.append(request)
-            prefill(self.models, self.state, slot, torch.tensor(request.prompt_ids), self.config.prefill_chunk, self.timer)
-            request.append([int(self.state.root_tokens[slot])])
-            self._retire_finished()
+            prefill(self.models, self.state, slot, torch.tensor(request.prompt_ids, device=device), self._prefill_chunk, self.timer)
+            if self._graphs is None:
+                self._deliver([request], self.state.output_ring[slot : slot + 1])
+                self._retire_finished()
 
     def _retire_finished(self) -> None:
         # From the last slot down, since the last one moves into the gap of one that leaves.
@@ -279,7 +330,7 @@ class Engine:
             self.state.move(last, slot)
             self._running[slot] = self._running[last]
         self._running.pop()
-        self.state.active[last] = False
+        self.state.clear(last)
         request.end(self.timer.seconds)
         return request.output()
 
@@ -297,9 +348,7 @@ def default_max_model_len(max_position_embeddings: int) -> int:
     return min(max_position_embeddings, 8192)
 
 
-def slack_rows(config: EagleConfig, speculative: bool) -> int:
-    """Rows that a step may use above the committed ones."""
-    if not speculative:
-        return 1
-    shape = tree_shape(config)
-    return max(shape.num_nodes, shape.draft_rows, shape.max_depth + 1)
+def slack_rows(config: EagleConfig, speculative: bool, late: bool) -> int:
+    """Rows that a step may use above the committed ones. late: the host learns one step late that a sequence has ended, so one step more may have been committed."""
+    shape = tree_shape(config) if speculative else PLAIN
+    return max(shape.num_nodes, shape.draft_rows, shape.max_depth + 1) + (shape.max_depth + 1 if late else 0)

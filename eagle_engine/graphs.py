@@ -1,6 +1,9 @@
-"""The target's forward over a tree, recorded once per batch size and replayed: on the CPU it saves the cost of some 300 Python calls per step."""
+"""What is run again without Python: on CUDA the whole step as a captured graph, on the CPU the target's forward over a tree as a recording."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -10,10 +13,87 @@ from eagle_engine.target import TargetModel
 from eagle_kernels import Recording, Tree, record
 
 
-class VerifyGraphs:
-    """Recordings by batch size and number of threads, each with its own inputs and results.
+class GraphApi(Protocol):
+    """What the engine asks of a device that works asynchronously. `CudaGraphs` is the real one; tests put one in its place that counts."""
 
-    They read page_table, seq_lens and the cache of the state they were made for, whose buffers never move.
+    def warm_up(self, run: Callable[[], None]) -> None: ...
+
+    def capture(self, run: Callable[[], None]) -> object: ...
+
+    def replay(self, graph: object) -> None: ...
+
+    def host_buffer(self, like: Tensor) -> Tensor: ...
+
+    def copy_to_host(self, source: Tensor, destination: Tensor) -> object: ...
+
+    def wait(self, copied: object) -> None: ...
+
+
+class CudaGraphs:
+    """GraphApi of torch.cuda."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()  # one memory pool for all graphs, since only one runs at a time
+
+    def warm_up(self, run: Callable[[], None]) -> None:
+        """Compile what is compiled on first use and let libraries allocate, on another stream, as capturing demands."""
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            run()
+        torch.cuda.current_stream().wait_stream(side)
+
+    def capture(self, run: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            run()
+        return graph
+
+    def replay(self, graph: torch.cuda.CUDAGraph) -> None:
+        graph.replay()
+
+    def host_buffer(self, like: Tensor) -> Tensor:
+        return torch.empty(like.shape, dtype=like.dtype, pin_memory=True)
+
+    def copy_to_host(self, source: Tensor, destination: Tensor) -> torch.cuda.Event:
+        destination.copy_(source, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        return event
+
+    def wait(self, copied: torch.cuda.Event) -> None:
+        copied.synchronize()
+
+
+class StepGraphs:
+    """The whole step, captured once for each batch bucket (powers of two, and the largest batch) over the first slots of the state.
+
+    A batch between two buckets runs as the larger one: the slots past it are dummies. All buffers are the state's or the graphs' own, so a replay allocates nothing.
+    """
+
+    def __init__(self, api: GraphApi, max_batch: int, run: Callable[[int], None]) -> None:
+        """run(batch): one step, eagerly, over the first `batch` slots, all of which are dummies now."""
+        self.api = api
+        self.buckets = batch_buckets(max_batch)
+        self._graphs = {}
+        # The largest first, so that the smaller ones find its memory in the pool.
+        for bucket in reversed(self.buckets):
+            api.warm_up(lambda: run(bucket))
+            self._graphs[bucket] = api.capture(lambda: run(bucket))
+
+    def replay(self, batch: int) -> None:
+        self.api.replay(self._graphs[next(bucket for bucket in self.buckets if bucket >= batch)])
+
+
+def batch_buckets(max_batch: int) -> tuple[int, ...]:
+    """1, 2, 4, ... below max_batch, and max_batch."""
+    return tuple(1 << i for i in range((max_batch - 1).bit_length())) + (max_batch,)
+
+
+class VerifyGraphs:
+    """The target's forward over a tree on the CPU, recorded once per batch size and number of threads and replayed: it saves the cost of some 300 Python calls per step.
+
+    The recordings have their own inputs and results; they read page_table, seq_lens and the cache of the state they were made for, whose buffers never move.
     """
 
     def __init__(self, target: TargetModel, state: DecodeState) -> None:

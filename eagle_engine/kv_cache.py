@@ -28,6 +28,8 @@ class PagePool:
         self._free.extend(reversed(pages))
 
 
-def make_kv_cache(num_layers: int, num_pages: int, page_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> Tensor:
-    """[layers, 2, pages, page_size, kv_heads, head_dim], uninitialised: memory is used as pages are first written."""
-    return torch.empty(num_layers, 2, num_pages, page_size, kv_heads, head_dim, dtype=dtype)
+def make_kv_cache(num_layers: int, num_pages: int, page_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
+    """[layers, 2, pages + 1, page_size, kv_heads, head_dim], uninitialised: memory is used as pages are first written. The last page, of zeros, is where slots without a sequence write."""
+    cache = torch.empty(num_layers, 2, num_pages + 1, page_size, kv_heads, head_dim, dtype=dtype, device=device)
+    cache[:, :, num_pages] = 0
+    return cache

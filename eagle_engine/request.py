@@ -45,6 +45,7 @@ class Request:
         self._text = ""  # decoded so far, a character that is not complete yet left out
         self._cut: int | None = None
         self._streamed = 0
+        self._num_received = 0
         self._num_streamed_tokens = 0
         self._steps = 0
         self._reached: list[int] = []
@@ -59,6 +60,23 @@ class Request:
     def start(self, phases: dict[str, float]) -> None:
         self._started = time.perf_counter()
         self._phases_before = dict(phases)
+
+    @property
+    def stop_token_ids(self) -> frozenset[int]:
+        """Every token that ends this answer."""
+        return frozenset(self.params.stop_token_ids) | (frozenset() if self.params.ignore_eos else self.eos_token_ids)
+
+    def receive(self, ring: list[int]) -> None:
+        """Take the tokens of an output ring that are new: ring[n % C] is token n of the sequence, ring[-1] the number of all that were emitted."""
+        size, count = len(ring) - 1, ring[-1]
+        if count - self._num_received > size:
+            raise AssertionError(f"{count - self._num_received} tokens were emitted since the last look, the ring holds {size}")
+        new = [ring[n % size] for n in range(self._num_received, count)]
+        self._num_received = count
+        # The first token of all is that of the prefill.
+        for emitted in (new[:1], new[1:]) if not self.token_ids else (new,):
+            if emitted and not self.finished:
+                self.append(emitted)
 
     def append(self, emitted: list[int]) -> None:
         """Take the tokens that a step emitted, one after the other, until one of them ends the answer; the rest of the run is dropped."""

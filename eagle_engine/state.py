@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 
 import torch
@@ -11,10 +12,13 @@ from eagle_engine.sampling_params import SamplingParams
 from eagle_engine.tree_shape import TreeShape
 from eagle_kernels import DraftPool
 
+OUTPUT_RING = 4  # steps whose tokens the output ring holds; the host reads them at most one step late
+MAX_STOP_TOKENS = 8
+
 
 @dataclass
 class DecodeState:
-    """S slots; the running sequences are the first `batch` of them, so that every view is contiguous.
+    """S slots; the running sequences are the first `batch` of them, so that every view is contiguous. A slot without a sequence is a dummy: inactive, one row long, all its pages the last one.
 
     A step starts with the target's rows committed up to seq_lens, and with the pairs that the drafter has not seen yet: `num_pending` features of the rows just
     committed, each with the token that follows it. The last pending token is the root.
@@ -27,7 +31,9 @@ class DecodeState:
     root_tokens: Tensor  # [S] int64
     num_pending: Tensor  # [S] int32, 1 .. max_depth + 1
     pending_tokens: Tensor  # [S, max_depth + 1] int64; the first num_pending are also the tokens that the last step emitted
-    pending_features: Tensor  # [S, max_depth + 1, H] fp32
+    pending_features: Tensor  # [S, max_depth + 1, H] activations
+    output_ring: Tensor  # [S, C + 1] int64: token number n that the sequence emitted at column n % C, the number of all of them in the last column; C = OUTPUT_RING * (max_depth + 1)
+    stop_token_ids: Tensor  # [S, MAX_STOP_TOKENS] int64, -1 padded
     active: Tensor  # [S] bool
     temperature: Tensor  # [S, N] fp32; sampling parameters are held once per node, as `sample` takes them
     top_k: Tensor  # [S, N] int32
@@ -37,30 +43,46 @@ class DecodeState:
     pool_tokens: Tensor  # [S, P] int64
     pool_scores: Tensor  # [S, P] fp32
     pool_parents: Tensor  # [S, P] int32
+    root_scores: Tensor  # [S, 1] fp32, zeros: the root's score
+    root_pool_index: Tensor  # [S, 1] int32, -1: the root is not in the pool
+    root_mask: Tensor  # [S, 1, draft mask words] int64, zeros: the root's pair is a committed row of the drafter
+    pending_offsets: Tensor  # [max_depth + 1] int64: 0, 1, ...
 
     @classmethod
-    def allocate(cls, slots: int, max_pages: int, hidden_size: int, shape: TreeShape, target_cache: Tensor, draft_cache: Tensor | None) -> DecodeState:
+    def allocate(
+        cls, slots: int, max_pages: int, hidden_size: int, shape: TreeShape, target_cache: Tensor, draft_cache: Tensor | None, activation_dtype: torch.dtype = torch.float32
+    ) -> DecodeState:
         width, nodes, pool = shape.max_depth + 1, shape.num_nodes, shape.pool_size
         int32, int64, fp32 = torch.int32, torch.int64, torch.float32
-        return cls(
-            target_cache=target_cache,
-            draft_cache=draft_cache,
-            page_table=torch.zeros(slots, max_pages, dtype=int32),
-            seq_lens=torch.zeros(slots, dtype=int32),
-            root_tokens=torch.zeros(slots, dtype=int64),
-            num_pending=torch.ones(slots, dtype=int32),
-            pending_tokens=torch.zeros(slots, width, dtype=int64),
-            pending_features=torch.zeros(slots, width, hidden_size, dtype=fp32),
-            active=torch.zeros(slots, dtype=torch.bool),
-            temperature=torch.zeros(slots, nodes, dtype=fp32),
-            top_k=torch.zeros(slots, nodes, dtype=int32),
-            top_p=torch.ones(slots, nodes, dtype=fp32),
-            min_p=torch.zeros(slots, nodes, dtype=fp32),
-            seeds=torch.zeros(slots, nodes, dtype=int64),
-            pool_tokens=torch.zeros(slots, pool, dtype=int64),
-            pool_scores=torch.zeros(slots, pool, dtype=fp32),
-            pool_parents=torch.zeros(slots, pool, dtype=int32),
-        )
+        with target_cache.device:
+            state = cls(
+                target_cache=target_cache,
+                draft_cache=draft_cache,
+                page_table=torch.zeros(slots, max_pages, dtype=int32),
+                seq_lens=torch.zeros(slots, dtype=int32),
+                root_tokens=torch.zeros(slots, dtype=int64),
+                num_pending=torch.ones(slots, dtype=int32),
+                pending_tokens=torch.zeros(slots, width, dtype=int64),
+                pending_features=torch.zeros(slots, width, hidden_size, dtype=activation_dtype),
+                active=torch.zeros(slots, dtype=torch.bool),
+                temperature=torch.zeros(slots, nodes, dtype=fp32),
+                top_k=torch.zeros(slots, nodes, dtype=int32),
+                top_p=torch.ones(slots, nodes, dtype=fp32),
+                min_p=torch.zeros(slots, nodes, dtype=fp32),
+                seeds=torch.zeros(slots, nodes, dtype=int64),
+                pool_tokens=torch.zeros(slots, pool, dtype=int64),
+                pool_scores=torch.zeros(slots, pool, dtype=fp32),
+                pool_parents=torch.zeros(slots, pool, dtype=int32),
+                output_ring=torch.zeros(slots, OUTPUT_RING * width + 1, dtype=int64),
+                stop_token_ids=torch.full((slots, MAX_STOP_TOKENS), -1, dtype=int64),
+                root_scores=torch.zeros(slots, 1, dtype=fp32),
+                root_pool_index=torch.full((slots, 1), -1, dtype=int32),
+                root_mask=torch.zeros(slots, 1, shape.draft_mask_words, dtype=int64),
+                pending_offsets=torch.arange(width),
+            )
+        for slot in range(slots):
+            state.clear(slot)
+        return state
 
     def set_sampling(self, slot: int, params: SamplingParams, seed: int) -> None:
         self.temperature[slot] = params.temperature
@@ -68,6 +90,22 @@ class DecodeState:
         self.top_p[slot] = params.top_p
         self.min_p[slot] = params.min_p
         self.seeds[slot] = seed
+
+    def clear(self, slot: int) -> None:
+        """Make a dummy of the slot: a step may run over it, and what it writes goes to the last page."""
+        self.page_table[slot] = self.target_cache.shape[2] - 1
+        self.seq_lens[slot] = 1
+        self.num_pending[slot] = 1
+        self.root_tokens[slot] = 0
+        self.pending_tokens[slot] = 0
+        self.pending_features[slot] = 0
+        self.active[slot] = False
+        self.temperature[slot] = 0
+
+    def set_stop_tokens(self, slot: int, token_ids: Iterable[int]) -> None:
+        """Tokens that end the answer on the device. The host looks at every token anyway, so those past MAX_STOP_TOKENS only cost a step that is thrown away."""
+        some = sorted(token_ids)[:MAX_STOP_TOKENS]
+        self.stop_token_ids[slot] = torch.tensor(some + [-1] * (MAX_STOP_TOKENS - len(some)), device=self.stop_token_ids.device)
 
     def move(self, source: int, destination: int) -> None:
         """Copy one slot over another; the cache stays where it is, since the page table moves along."""
@@ -84,4 +122,4 @@ class DecodeState:
 
     @classmethod
     def _slot_fields(cls) -> list[str]:
-        return [f.name for f in fields(cls) if f.name not in ("target_cache", "draft_cache")]
+        return [f.name for f in fields(cls) if f.name not in ("target_cache", "draft_cache", "pending_offsets")]

@@ -13,9 +13,9 @@ from eagle_engine.graphs import VerifyGraphs, forward_tree
 from eagle_engine.state import DecodeState
 from eagle_engine.target import TargetModel
 from eagle_engine.tree_shape import TreeShape
-from eagle_kernels import Accepted, DraftPool, Frontier, Tree, accept, accept_rejection, compact, draw_children, expand, filter_probs, rerank, sample
+from eagle_kernels import Accepted, DraftPool, Frontier, Tree, accept, accept_rejection, compact, draw_children, expand_topk, filter_probs, rerank, sample
 
-PHASES = ("prefill", "draft", "verify", "sample", "compact")
+PHASES = ("prefill", "draft", "verify", "sample", "compact", "graph")  # "graph": a captured step, all of it
 
 
 class PhaseTimer:
@@ -53,8 +53,8 @@ class Models(NamedTuple):
 def run_step(models: Models, state: DecodeState, batch: int, timer: PhaseTimer) -> Accepted:
     """Advance the first `batch` slots by one draft-and-verify cycle.
 
-    Afterwards pending_tokens holds the emitted tokens of each sequence and num_pending their number; a token -1 says that the target's logits at that place are not
-    usable (NaN, or nothing above -inf).
+    Afterwards output_ring and pending_tokens hold the emitted tokens of each sequence and num_pending their number; a token -1 says that the target's logits at that place are not
+    usable (NaN, or nothing above -inf). A sequence that emits one of its stop tokens becomes inactive.
     """
     timer.start()
     if models.shape.levels:
@@ -77,22 +77,15 @@ def draft(models: Models, state: DecodeState, batch: int) -> tuple[DraftPool, li
     drafter, shape, pool = models.drafter, models.shape, state.pool(batch)
     cache, page_table, seq_lens = state.draft_cache[0], state.page_table[:batch], state.seq_lens[:batch]
     features = extend(drafter, state, batch)
-    frontier = Frontier(
-        state.root_tokens[:batch, None],
-        features.new_zeros(batch, 1),
-        torch.full((batch, 1), -1, dtype=torch.int32),
-        features,
-        torch.zeros(batch, 1, shape.draft_mask_words, dtype=torch.int64),
-    )
+    frontier = Frontier(state.root_tokens[:batch, None], state.root_scores[:batch], state.root_pool_index[:batch], features, state.root_mask[:batch])
     draft_probs = []
     for depth, level in enumerate(shape.levels):
-        logits = drafter.logits(features)
         if models.rejection:
-            frontier, probs = draw_level(models, state, batch, logits, frontier, features, pool, depth)
+            frontier, probs = draw_level(models, state, batch, drafter.logits(features), frontier, features, pool, depth)
             draft_probs.append(probs)
         else:
-            frontier = expand(
-                logits, frontier.scores, frontier.pool_index, features, frontier.mask, pool, level.pool_offset, shape.top_k, first_row=level.first_row, next_size=level.next_size,
+            frontier = expand_topk(
+                drafter.head_topk(features, shape.top_k), frontier.scores, frontier.pool_index, features, frontier.mask, pool, level.pool_offset, shape.top_k, first_row=level.first_row, next_size=level.next_size,
                 draft_to_target=drafter.draft_to_target, choices=level.choices,
             )  # fmt: skip
         if level.next_size > 0:
@@ -108,8 +101,7 @@ def extend(drafter: Drafter, state: DecodeState, batch: int) -> Tensor:
     """
     num_pending = state.num_pending[:batch]
     draft_lens = state.seq_lens[:batch] - num_pending
-    width = state.pending_tokens.shape[1]
-    position_ids = draft_lens[:, None].long() + torch.arange(width)
+    position_ids = draft_lens[:, None] + state.pending_offsets
     features = drafter.forward(state.pending_tokens[:batch], state.pending_features[:batch], position_ids, state.draft_cache[0], draft_lens, state.page_table[:batch])
     last = (num_pending.long() - 1)[:, None, None].expand(-1, 1, features.shape[-1])
     return features.gather(1, last)
@@ -137,7 +129,7 @@ def draw_level(models: Models, state: DecodeState, batch: int, logits: Tensor, f
     mask = frontier.mask[:, parent]
     for j in range(level.next_size):
         row = level.first_row + j
-        mask[:, j, row // 64] |= torch.tensor(1 << row % 64 if row % 64 < 63 else -(1 << 63))
+        mask[:, j, row // 64] |= 1 << row % 64 if row % 64 < 63 else -(1 << 63)
     pool_index = (level.pool_offset + level.choices)[None].expand(batch, -1).contiguous()
     return Frontier(pool.tokens[:, level.pool_offset + chosen], pool.scores[:, level.pool_offset + chosen], pool_index, features[:, parent], mask), probs
 
@@ -163,9 +155,26 @@ def choose(models: Models, state: DecodeState, batch: int, tree: Tree, logits: T
                 else:
                     all_draft_probs[:, node, models.drafter.draft_to_target] = probs[:, i]
         positions = state.seq_lens[:batch].long() + 1
-        return accept_rejection(tree.tokens, tree.parent, target_probs, all_draft_probs, state.seeds[:batch, 0].contiguous(), positions, state.active[:batch], shape.max_depth)
+        accepted = accept_rejection(tree.tokens, tree.parent, target_probs, all_draft_probs, state.seeds[:batch, 0].contiguous(), positions, state.active[:batch], shape.max_depth)
+        append_output(state, batch, tree, accepted)
+        return accepted
     sampled = sample(logits, **params, seeds=seeds, positions=(tree.position_ids + 1).view(-1), order=models.filter_order)
-    return accept(tree.tokens, tree.parent, sampled.view(batch, -1), state.active[:batch], shape.max_depth)
+    return accept(
+        tree.tokens, tree.parent, sampled.view(batch, -1), state.active[:batch], shape.max_depth, stop_token_ids=state.stop_token_ids[:batch], output_ring=state.output_ring[:batch]
+    )
+
+
+def append_output(state: DecodeState, batch: int, tree: Tree, accepted: Accepted) -> None:
+    """What `accept` does with the output ring, for rejection sampling: the accepted drafts, then the bonus token."""
+    ring, size, offsets = state.output_ring[:batch], state.output_ring.shape[1] - 1, state.pending_offsets
+    nodes = accepted.accepted_nodes.clamp(min=0).long()
+    tokens = torch.cat((tree.tokens.gather(1, nodes[:, 1:]), accepted.bonus_token[:, None]), dim=1)
+    last = accepted.num_accepted_drafts[:, None].long()
+    tokens = torch.where(offsets == last, accepted.bonus_token[:, None], tokens)
+    columns = (ring[:, -1:] + offsets) % size
+    kept = (offsets <= last) & state.active[:batch, None]
+    ring.scatter_(1, columns, torch.where(kept, tokens, ring.gather(1, columns)))
+    ring[:, -1] += torch.where(state.active[:batch], accepted.num_accepted_drafts + 1, 0)
 
 
 def commit(models: Models, state: DecodeState, batch: int, tree: Tree, accepted: Accepted, features: Tensor) -> None:
@@ -179,20 +188,21 @@ def commit(models: Models, state: DecodeState, batch: int, tree: Tree, accepted:
     tokens[:, :-1] = tree.tokens.gather(1, nodes[:, 1:])
     tokens.scatter_(1, accepted.num_accepted_drafts[:, None].long(), accepted.bonus_token[:, None])
     emitted = accepted.num_accepted_drafts + 1
+    active = state.active[:batch]
     state.num_pending[:batch] = emitted
     state.root_tokens[:batch] = accepted.bonus_token
-    state.seq_lens[:batch] += torch.where(state.active[:batch], emitted, 0).int()
+    state.seq_lens[:batch] += torch.where(active, emitted, 0)
 
 
 def prefill(models: Models, state: DecodeState, slot: int, prompt: Tensor, chunk: int, timer: PhaseTimer) -> None:
-    """Commit a prompt [n] int64 to one slot and draw its first token, which becomes the root and the only pending token."""
+    """Commit a prompt [n] int64 to one slot and draw its first token, which becomes the root, the only pending token and the first of the output ring."""
     timer.start()
     target, drafter = models.target, models.drafter
-    page_table = state.page_table[slot : slot + 1]
+    page_table, device = state.page_table[slot : slot + 1], prompt.device
     for start in range(0, len(prompt), chunk):
         tokens = prompt[None, start : start + chunk]
-        position_ids = torch.arange(start, start + tokens.shape[1])[None]
-        seq_lens = torch.tensor([start], dtype=torch.int32)
+        position_ids = torch.arange(start, start + tokens.shape[1], device=device)[None]
+        seq_lens = torch.full((1,), start, dtype=torch.int32, device=device)
         features = target.forward(tokens, position_ids, state.target_cache, seq_lens, page_table)
         following = prompt[None, start + 1 : start + 1 + chunk]
         if models.shape.levels and following.shape[1] > 0:
@@ -202,9 +212,11 @@ def prefill(models: Models, state: DecodeState, slot: int, prompt: Tensor, chunk
     last = features[:, -1]
     logits = target.logits(last)
     params = {name: getattr(state, name)[slot, :1] for name in ("temperature", "top_k", "top_p", "min_p", "seeds")}
-    first = sample(logits, **params, positions=torch.tensor([len(prompt)]), order=models.filter_order)
+    first = sample(logits, **params, positions=torch.full((1,), len(prompt), device=device), order=models.filter_order)
     state.seq_lens[slot] = len(prompt)
     state.root_tokens[slot] = first[0]
+    state.output_ring[slot, 0] = first[0]
+    state.output_ring[slot, -1] = 1
     state.num_pending[slot] = 1
     state.pending_tokens[slot, 0] = first[0]
     state.pending_features[slot, 0] = last[0]

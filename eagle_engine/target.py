@@ -11,6 +11,7 @@ import torch
 from eagle_engine.checkpoint import Checkpoint
 from eagle_engine.errors import EagleError
 from eagle_engine.model_config import ModelConfig
+from eagle_engine.prefill_attention import MAX_TREE_QUERIES, prefill_attention
 from eagle_engine.rope import rope_table
 from eagle_engine.target_weights import load_weights, packed_shapes
 from eagle_kernels import (
@@ -48,29 +49,36 @@ class Layer:
 class TargetModel:
     """Features and logits of tokens, given a paged cache of those before them.
 
-    Every row of every result depends on that row's inputs and its own prefix alone, bit for bit.
+    On the CPU, and on CUDA when deterministic, every row of every result depends on that row's inputs and its own prefix alone, bit for bit.
     """
 
-    def __init__(self, config: ModelConfig, weights: dict[str, torch.Tensor], max_positions: int) -> None:
-        """weights: as `target_weights.load_weights` makes them; positions 0..max_positions - 1 can be used."""
+    def __init__(self, config: ModelConfig, weights: dict[str, torch.Tensor], max_positions: int, deterministic: bool = False) -> None:
+        """weights: as `target_weights.load_weights` makes them, all on one device; positions 0..max_positions - 1 can be used; deterministic: see from_checkpoint."""
         self.config = config
         self.max_positions = max_positions
         self.num_bytes = sum(tensor.nbytes for tensor in weights.values())
+        self.deterministic = deterministic
         shapes = packed_shapes(config)
+        embedding_data = weights["embedding"]
+        self.device, self.dtype = embedding_data.device, embedding_data.dtype
+        layout = "rows" if embedding_data.dim() == 2 else "panels"
+        # Between the ops: float32 on the CPU, the weights' dtype on CUDA.
+        self.activation_dtype = self.dtype if layout == "rows" else torch.float32
 
         def take(name: str) -> torch.Tensor | PackedWeight | None:
             tensor = weights.get(name)
             kind = name.rsplit(".", 1)[-1]
-            return PackedWeight(tensor, *shapes[kind]) if tensor is not None and kind in shapes else tensor
+            if tensor is not None and kind.endswith("_bias"):
+                return tensor.to(self.activation_dtype)
+            return PackedWeight(tensor, *shapes[kind], layout) if tensor is not None and kind in shapes else tensor
 
         self.embedding = take("embedding")
         self.head = self.embedding if config.tie_word_embeddings else take("head")
         self.final_norm = take("final_norm")
-        self.dtype = self.embedding.data.dtype
         self.layers = [
             Layer(**{field: take(f"layers.{i}.{field}") for field in Layer.__slots__}) for i in range(config.num_layers)
         ]
-        self.rope_table = rope_table(config, max_positions)
+        self.rope_table = rope_table(config, max_positions).to(self.device)
 
     @classmethod
     def from_checkpoint(
@@ -80,25 +88,33 @@ class TargetModel:
         max_positions: int | None = None,
         progress: bool = True,
         cache_directory: Path | None = None,
+        device: torch.device | str = "cpu",
+        deterministic: bool = False,
     ) -> TargetModel:
         """Read, convert and pack the weights (from the weight cache if the checkpoint is a GGUF file seen before).
 
-        dtype          of the weights: float32 or bfloat16
+        dtype          of the weights: float32 or bfloat16; on CUDA bfloat16 or float16
         max_positions  default: the model's max_position_embeddings
+        deterministic  CUDA: row-invariant kernels in place of the fastest; the CPU has no others
         """
-        if dtype not in (torch.float32, torch.bfloat16):
-            raise EagleError(f"weights can be held in float32 or bfloat16, not in {dtype}")
+        device = torch.device(device)
+        supported = (torch.float32, torch.bfloat16) if device.type == "cpu" else (torch.bfloat16, torch.float16)
+        if dtype not in supported:
+            names = " or ".join(str(one).removeprefix("torch.") for one in supported)
+            raise EagleError(f"weights can be held in {names} on {device.type}, not in {str(dtype).removeprefix('torch.')}")
         if max_positions is None:
             max_positions = checkpoint.config.max_position_embeddings
-        return cls(checkpoint.config, load_weights(checkpoint, dtype, progress, cache_directory), max_positions)
+        weights = load_weights(checkpoint, dtype, progress, cache_directory, device)
+        return cls(checkpoint.config, weights, max_positions, deterministic)
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """token_ids [...] int64 (below 0: as 0) -> [..., H] float32."""
+        """token_ids [...] int64 (below 0: as 0) -> [..., H] activations."""
         return embedding(token_ids, self.embedding)
 
     def logits(self, features: torch.Tensor) -> torch.Tensor:
-        """features [..., H] float32 -> [..., V] float32."""
-        return linear(features, self.head)
+        """features [..., H] activations -> [..., V] float32."""
+        out = torch.empty(*features.shape[:-1], self.head.out_features, dtype=torch.float32, device=features.device)
+        return linear(features, self.head, deterministic=self.deterministic, out=out)
 
     def forward(
         self,
@@ -111,14 +127,14 @@ class TargetModel:
     ) -> torch.Tensor:
         """Run Q tentative rows of each sequence and store their keys and values behind the committed ones.
 
-        token_ids, position_ids   [B, Q] int64, Q <= 256
+        token_ids, position_ids   [B, Q] int64, Q <= 256; more for a prompt on CUDA with flash-attn, B = 1 and no mask
         cache                     [layers, 2, pages, page_size, kv_heads, head_dim], or its layers as a list; modified:
                                   tentative row i of sequence b gets the keys and values of token_ids[b, i]
         seq_lens                  [B] int32, committed rows
         page_table                [B, max_pages] int32
         packed_ancestor_mask      [B, Q, W] int64; None: row i sees tentative rows 0..i
 
-        Returns the features after the final norm, [B, Q, H] float32.
+        Returns the features after the final norm, [B, Q, H] activations: float32 on the CPU, the weights' dtype on CUDA.
         """
         config = self.config
         batch, queries = token_ids.shape
@@ -126,7 +142,7 @@ class TargetModel:
         num_heads, head_dim, eps, window = config.num_heads, config.head_dim, config.rms_norm_eps, config.sliding_window
         num_qk_heads = num_heads + config.num_kv_heads
         num_qkv_heads = num_qk_heads + config.num_kv_heads
-        rope = self.rope_table
+        rope, exact = self.rope_table, self.deterministic
 
         # Buffers and their views serve all layers. Between attention and attention everything is a matrix of `rows` rows.
         hidden = embedding(token_ids.reshape(-1), self.embedding)
@@ -147,24 +163,28 @@ class TargetModel:
         for layer, layer_cache in zip(self.layers, cache):
             rms_norm(hidden if residual is None else update, layer.attention_norm, eps, residual, out=x)
             residual = hidden
-            linear(x, layer.qkv, layer.qkv_bias, out=qkv)
+            linear(x, layer.qkv, layer.qkv_bias, deterministic=exact, out=qkv)
             if layer.q_norm is not None:
                 rms_norm(q_rows, layer.q_norm, eps, out=q_rows)
                 rms_norm(k_rows, layer.k_norm, eps, out=k_rows)
             rope_store_kv(q, k, v, position_ids, rope, layer_cache, page_table, seq_lens)
-            tree_attention(q, layer_cache, page_table, seq_lens, packed_ancestor_mask, window=window, out=attended)
-            linear(attended_rows, layer.o, layer.o_bias, out=update)
+            if queries > MAX_TREE_QUERIES:
+                prefill_attention(q, layer_cache, page_table, seq_lens, window=window, out=attended)
+            else:
+                tree_attention(q, layer_cache, page_table, seq_lens, packed_ancestor_mask, window=window, deterministic=exact, out=attended)
+            linear(attended_rows, layer.o, layer.o_bias, deterministic=exact, out=update)
             rms_norm(update, layer.mlp_norm, eps, residual, out=x)
             if layer.router is None:
-                linear(x, layer.gate_up, layer.gate_up_bias, out=gate_up)
-                linear(silu_mul(gate_up, out=inner), layer.down, layer.down_bias, out=update)
+                linear(x, layer.gate_up, layer.gate_up_bias, deterministic=exact, out=gate_up)
+                linear(silu_mul(gate_up, out=inner), layer.down, layer.down_bias, deterministic=exact, out=update)
             else:
                 update = self._expert_mlp(x, layer)
         return rms_norm(update, self.final_norm, eps, residual, out=x).view(batch, queries, config.hidden_size)
 
     def _expert_mlp(self, x: torch.Tensor, layer: Layer) -> torch.Tensor:
         top_k = self.config.num_experts_per_token
-        weights, expert_ids = route_experts(linear(x, layer.router), top_k)
+        router_logits = torch.empty(x.shape[0], layer.router.out_features, dtype=torch.float32, device=x.device)
+        weights, expert_ids = route_experts(linear(x, layer.router, deterministic=self.deterministic, out=router_logits), top_k)
         expert_ids = expert_ids.view(-1)
         inner = silu_mul(expert_linear(x.repeat_interleave(top_k, dim=0), layer.gate_up, expert_ids))
         outputs = expert_linear(inner, layer.down, expert_ids).view(-1, top_k, x.shape[-1])
@@ -172,4 +192,4 @@ class TargetModel:
         total = outputs[:, 0] * weights[:, :1]
         for rank in range(1, top_k):
             total = total + outputs[:, rank] * weights[:, rank : rank + 1]
-        return total
+        return total.to(x.dtype)

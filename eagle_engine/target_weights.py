@@ -14,6 +14,7 @@ from eagle_engine.model_config import ModelConfig
 from eagle_engine.weight_cache import load_or_build
 from eagle_kernels.linear import pack_weight
 
+CPU = torch.device("cpu")
 _FUSED = {
     "qkv": ("q_proj", "k_proj", "v_proj"),
     "o": ("o_proj",),
@@ -38,12 +39,15 @@ def packed_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
 
 
 def load_weights(
-    checkpoint: Checkpoint, dtype: torch.dtype, progress: bool = True, cache_directory: Path | None = None
+    checkpoint: Checkpoint, dtype: torch.dtype, progress: bool = True, cache_directory: Path | None = None, device: torch.device | str = "cpu"
 ) -> dict[str, torch.Tensor]:
     """Name -> tensor: packed data for the names of `packed_shapes`, float32 vectors for norms and biases.
 
     Names are "embedding", "head" (when not tied), "final_norm" and "layers.<i>.<field of target.Layer>".
     """
+    device = torch.device(device)
+    if device.type != "cpu":
+        return _pack(checkpoint, dtype, progress, "rows", device)
     if checkpoint.gguf_metadata is None:
         return _pack(checkpoint, dtype, progress)
     variant = f"{str(dtype).removeprefix('torch.')}-{_layout_fingerprint(dtype)}"
@@ -56,16 +60,16 @@ def _layout_fingerprint(dtype: torch.dtype) -> str:
     return f"{zlib.crc32(packed.data.reshape(-1).view(torch.uint8).numpy()):08x}"
 
 
-def _pack(checkpoint: Checkpoint, dtype: torch.dtype, progress: bool) -> dict[str, torch.Tensor]:
+def _pack(checkpoint: Checkpoint, dtype: torch.dtype, progress: bool, layout: str = "panels", device: torch.device = CPU) -> dict[str, torch.Tensor]:
     config = checkpoint.config
     weights: dict[str, torch.Tensor] = {}
 
     def pack(names: Iterable[str]) -> torch.Tensor:
         rows = [checkpoint.tensor(name).to(dtype) for name in names]
-        return pack_weight(rows[0] if len(rows) == 1 else torch.cat(rows)).data
+        return pack_weight(rows[0] if len(rows) == 1 else torch.cat(rows), layout).data.to(device)
 
     def vector(*names: str) -> torch.Tensor:
-        return torch.cat([checkpoint.tensor(name).float() for name in names])
+        return torch.cat([checkpoint.tensor(name).float() for name in names]).to(device)
 
     bar = tqdm(
         total=config.num_layers + 1,

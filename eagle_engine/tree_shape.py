@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -51,6 +51,12 @@ class TreeShape:
     @property
     def draft_mask_words(self) -> int:
         return max(1, (self.draft_rows + 63) // 64)
+
+
+def on_device(shape: TreeShape, device: torch.device) -> TreeShape:
+    """The shape with its tensors on a device."""
+    levels = tuple(replace(level, choices=None if level.choices is None else level.choices.to(device)) for level in shape.levels)
+    return replace(shape, levels=levels, node_choices=None if shape.node_choices is None else shape.node_choices.to(device))
 
 
 PLAIN = TreeShape(num_nodes=1, max_depth=0, top_k=0, levels=(), pool_size=0)

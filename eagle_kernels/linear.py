@@ -6,15 +6,18 @@ import torch
 from torch import Tensor
 
 from eagle_kernels._extension import OPS
+from eagle_kernels.checks import check_tensor
 
 PANEL = 16
 
 
 class PackedWeight(NamedTuple):
-    """A weight in the order in which `linear` reads it: panels of 16 outputs, each contiguous over the inputs.
+    """A weight in the order in which `linear` reads it.
 
-    data          fp32 [panels, K, 16], or bf16 [panels, K rounded up to even, 16] with pairs of inputs interleaved: element (k, j) of a panel at k // 2 * 32 + j * 2 + k % 2;
-                  with a leading dimension [experts] for `expert_linear`. Outputs past out_features and inputs past in_features are zero.
+    data          layout "panels" (CPU): panels of 16 outputs, each contiguous over the inputs: fp32 [panels, K, 16], or bf16 [panels, K rounded up to even, 16] with pairs of inputs
+                  interleaved: element (k, j) of a panel at k // 2 * 32 + j * 2 + k % 2. Outputs past out_features and inputs past in_features are zero.
+                  layout "rows" (CUDA): the weight itself, [N, K] bf16 or fp16, contiguous.
+                  Either with a leading dimension [experts] for `expert_linear`.
     out_features  N
     in_features   K
     """
@@ -22,13 +25,20 @@ class PackedWeight(NamedTuple):
     data: Tensor
     out_features: int
     in_features: int
+    layout: str = "panels"
 
 
-def pack_weight(weight: Tensor) -> PackedWeight:
+def pack_weight(weight: Tensor, layout: str | None = None) -> PackedWeight:
     """Pack a weight for `linear`.
 
-    weight  [N, K] or [experts, N, K], fp32 or bf16; any strides
+    weight  [N, K] or [experts, N, K]; any strides; fp32 or bf16 for panels, bf16 or fp16 for rows
+    layout  "panels" or "rows"; None: what the weight's device reads
     """
+    if layout is None:
+        layout = "rows" if weight.is_cuda else "panels"
+    if layout == "rows":
+        check_tensor("weight", weight, (None,) * (3 if weight.dim() == 3 else 2), (torch.bfloat16, torch.float16), contiguous="any")
+        return PackedWeight(weight.contiguous(), *weight.shape[-2:], layout)
     if weight.dtype not in (torch.float32, torch.bfloat16) or weight.dim() not in (2, 3):
         raise ValueError(f"weight: expected [N, K] or [experts, N, K] float32 or bfloat16, got {list(weight.shape)} {str(weight.dtype).removeprefix('torch.')}")
     out_features, in_features = weight.shape[-2:]
@@ -47,6 +57,8 @@ def pack_weight(weight: Tensor) -> PackedWeight:
 
 def unpack_weight(packed: PackedWeight) -> Tensor:
     """The weight [N, K] (or [experts, N, K]) that `pack_weight` was given."""
+    if packed.layout == "rows":
+        return packed.data
     *lead, panels, depth, _ = packed.data.shape
     if packed.data.dtype == torch.bfloat16:
         rows = packed.data.view(*lead, panels, depth // 2, PANEL, 2).transpose(-3, -2)
@@ -55,21 +67,22 @@ def unpack_weight(packed: PackedWeight) -> Tensor:
     return rows.reshape(*lead, panels * PANEL, depth)[..., : packed.out_features, : packed.in_features].contiguous()
 
 
-def linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
-    """y = x W^T + bias, row-invariant.
+def linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None, *, deterministic: bool = False, out: Tensor | None = None) -> Tensor:
+    """y = x W^T + bias.
 
-    x        [..., K] fp32; as a matrix its rows may have any stride
-    weight   PackedWeight of an [N, K] weight, fp32 or bf16
-    bias     [N] fp32 or None
-    out      [..., N] fp32 or None
-    returns  [..., N] fp32
+    x        [..., K] fp32; as a matrix its rows may have any stride. CUDA: the weight's dtype
+    weight   PackedWeight of an [N, K] weight
+    bias     [N] fp32 or None. CUDA: the weight's dtype
+    out      [..., N] fp32 or None. CUDA: x's dtype or, without bias, fp32
+    returns  [..., N], by default in x's dtype
 
-    Every output is a sum, over blocks of 256 k in order, of one chain of fused multiply-adds each, in fp32, whatever the number of rows and threads.
+    CPU: row-invariant. Every output is a sum, over blocks of 256 k in order, of one chain of fused multiply-adds each, in fp32, whatever the number of rows and threads.
+    CUDA: cuBLAS, whose order of summation may depend on the number of rows; with deterministic=True our kernel, row-invariant.
     """
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     if out is None:
         out = x.new_empty(*x.shape[:-1], weight.out_features)
-    OPS.linear(rows, weight.data, bias, weight.out_features, out if out.dim() == 2 else out.view(-1, weight.out_features))
+    OPS.linear(rows, weight.data, bias, weight.out_features, deterministic, out if out.dim() == 2 else out.view(-1, weight.out_features))
     return out
 
 
@@ -78,9 +91,9 @@ def embedding(ids: Tensor, weight: PackedWeight) -> Tensor:
 
     ids      [...] int64; ids below 0 read row 0, ids of N and above raise ValueError
     weight   PackedWeight of an [N, K] weight
-    returns  [..., K] fp32
+    returns  [..., K] fp32. CUDA: the weight's dtype
     """
-    out = torch.empty(*ids.shape, weight.in_features, dtype=torch.float32, device=ids.device)
+    out = torch.empty(*ids.shape, weight.in_features, dtype=torch.float32 if weight.layout == "panels" else weight.data.dtype, device=ids.device)
     OPS.embedding(ids.reshape(-1), weight.data, weight.out_features, out.view(-1, weight.in_features))
     return out
 

@@ -1,8 +1,12 @@
 """Seeding, CPU code paths and hypothesis settings shared by all tests."""
 
+import os
 import random
 import zlib
 from collections.abc import Iterator
+
+# Triton decides at import: here its kernels are interpreted, on a machine with a GPU those marked gpu run them for real in a process of their own.
+os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import eagle_kernels
 import numpy

@@ -176,6 +176,21 @@ def assert_close_fp32(actual: torch.Tensor, oracle: torch.Tensor, torch_fp32: to
             )
 
 
+def assert_within(actual: torch.Tensor, oracle: torch.Tensor, torch_own: torch.Tensor, ulps: float = 4.0) -> None:
+    """For bf16 and fp16: errors against the fp64 oracle at most twice PyTorch's own in that dtype (root mean square; the greatest error three times), and never more than `ulps` units in the last place of the largest value."""
+    assert actual.dtype == torch_own.dtype and actual.dtype in (torch.bfloat16, torch.float16)
+    assert actual.shape == oracle.shape, f"shape {list(actual.shape)}, expected {list(oracle.shape)}"
+    if actual.numel() == 0:
+        return
+    assert actual.isfinite().all(), "not finite"
+    unit = torch.finfo(actual.dtype).eps * float(oracle.abs().max())
+    error, allowed = (actual.double() - oracle).abs(), (torch_own.double() - oracle).abs()
+    greatest, limit = float(error.max()), min(3 * float(allowed.max()) + unit / 2, ulps * unit)
+    assert greatest <= limit, f"greatest error {greatest:.3e}, limit {limit:.3e} (PyTorch's own {float(allowed.max()):.3e}, one unit {unit:.1e}), at {int(error.argmax())} of {error.numel()}"
+    rms, own_rms = (float(e.square().mean().sqrt()) for e in (error, allowed))
+    assert rms <= 2 * own_rms + unit / 8, f"root mean square error {rms:.3e}, PyTorch's own {own_rms:.3e}"
+
+
 WRONG_DTYPE = {
     torch.float32: torch.float64,
     torch.bfloat16: torch.float16,

@@ -136,7 +136,7 @@ def peak_memory_bytes() -> int:
 
 
 def _print_table(result: dict, exact: bool) -> None:
-    columns = (*PHASES, "other")
+    columns = [phase for phase in (*PHASES, "other") if any(result[name]["time_share"][phase] > 0 for name in ("plain", "speculative") if name in result)]
     print(f"{'':<14}{'tokens':>8}{'tokens/s':>10}{'decode':>9}   " + "".join(f"{name:>9}" for name in columns))
     for name in ("plain", "speculative"):
         if name in result:
