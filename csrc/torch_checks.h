@@ -20,6 +20,7 @@ using eagle::Dtype;
 using OptionalTensor = const std::optional<Tensor>&;
 
 constexpr int64_t kAny = -1;
+const at::Device kCpu(at::kCPU);  // where tensors are expected unless a check says otherwise
 
 inline std::string short_name(at::ScalarType dtype) {
     switch (dtype) {
@@ -35,7 +36,7 @@ inline std::string short_name(at::ScalarType dtype) {
 }
 
 // "name: expected [4, *] int32 on cpu, got [4, 8] int64 on cpu"
-[[noreturn]] inline void fail(const char* name, const Tensor& t, std::initializer_list<int64_t> shape, const std::string& dtype, const char* extra) {
+[[noreturn]] inline void fail(const char* name, const Tensor& t, std::initializer_list<int64_t> shape, const std::string& dtype, const char* extra, at::Device device = kCpu) {
     std::ostringstream message;
     message << name << ": expected [";
     const char* separator = "";
@@ -45,15 +46,15 @@ inline std::string short_name(at::ScalarType dtype) {
         else message << size;
         separator = ", ";
     }
-    message << "] " << dtype << extra << " on cpu, got [";
+    message << "] " << dtype << extra << " on " << device.str() << ", got [";
     separator = "";
     for (int64_t size : t.sizes()) message << separator << size, separator = ", ";
     message << "] " << short_name(t.scalar_type()) << (t.is_contiguous() ? "" : " (not contiguous)") << " on " << t.device().str();
     C10_THROW_ERROR(ValueError, message.str());
 }
 
-inline bool fits(const Tensor& t, std::initializer_list<int64_t> shape) {
-    if (!t.is_cpu() || t.dim() != static_cast<int64_t>(shape.size())) return false;
+inline bool fits(const Tensor& t, std::initializer_list<int64_t> shape, at::Device device) {
+    if (t.device() != device || t.dim() != static_cast<int64_t>(shape.size())) return false;
     int64_t i = 0;
     for (int64_t size : shape) {
         if (size != kAny && t.size(i) != size) return false;
@@ -63,15 +64,15 @@ inline bool fits(const Tensor& t, std::initializer_list<int64_t> shape) {
 }
 
 // Contiguous tensor of this shape and dtype.
-inline void check(const char* name, const Tensor& t, std::initializer_list<int64_t> shape, at::ScalarType dtype) {
-    if (!fits(t, shape) || t.scalar_type() != dtype || !t.is_contiguous()) fail(name, t, shape, short_name(dtype), ", contiguous");
+inline void check(const char* name, const Tensor& t, std::initializer_list<int64_t> shape, at::ScalarType dtype, at::Device device = kCpu) {
+    if (!fits(t, shape, device) || t.scalar_type() != dtype || !t.is_contiguous()) fail(name, t, shape, short_name(dtype), ", contiguous", device);
 }
 // Its last dimension must be contiguous, the others may have any stride.
-inline void check_rows(const char* name, const Tensor& t, std::initializer_list<int64_t> shape, at::ScalarType dtype) {
-    if (!fits(t, shape) || t.scalar_type() != dtype || (t.numel() > 0 && t.size(-1) > 1 && t.stride(-1) != 1)) fail(name, t, shape, short_name(dtype), ", last dimension contiguous");
+inline void check_rows(const char* name, const Tensor& t, std::initializer_list<int64_t> shape, at::ScalarType dtype, at::Device device = kCpu) {
+    if (!fits(t, shape, device) || t.scalar_type() != dtype || (t.numel() > 0 && t.size(-1) > 1 && t.stride(-1) != 1)) fail(name, t, shape, short_name(dtype), ", last dimension contiguous", device);
 }
-inline void check_optional(const char* name, OptionalTensor t, std::initializer_list<int64_t> shape, at::ScalarType dtype) {
-    if (t.has_value()) check(name, *t, shape, dtype);
+inline void check_optional(const char* name, OptionalTensor t, std::initializer_list<int64_t> shape, at::ScalarType dtype, at::Device device = kCpu) {
+    if (t.has_value()) check(name, *t, shape, dtype, device);
 }
 template <typename T>
 const T* optional_ptr(OptionalTensor t) { return t.has_value() ? t->const_data_ptr<T>() : nullptr; }

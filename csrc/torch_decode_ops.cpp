@@ -1,11 +1,8 @@
 // The ops of the draft tree, of sampling and acceptance.
 #include <algorithm>
 
-#include "cpu/accept.h"
-#include "cpu/compact.h"
 #include "cpu/kernels.h"
-#include "cpu/rerank.h"
-#include "torch_checks.h"
+#include "torch_tree_args.h"
 
 namespace {
 
@@ -119,10 +116,7 @@ void expand(const Tensor& logits, const Tensor& frontier_scores, const Tensor& f
                " candidates fit a pool of ", pool, ", got ", pool_offset);
     EK_REQUIRE(next_size <= frontier * top_k, "next_size: expected at most frontier * top_k = ", frontier * top_k, ", got ", next_size);
     EK_REQUIRE(first_row >= 0 && (next_size == 0 || (first_row + next_size - 1) / 64 < words), "first_row: expected rows that fit a mask of ", words, " words, got ", first_row, " to ", first_row + next_size - 1);
-    if (choices.has_value()) {
-        const int32_t* choice = choices->const_data_ptr<int32_t>();
-        for (int64_t i = 0; i < next_size; ++i) EK_REQUIRE(choice[i] >= 0 && choice[i] < frontier * top_k, "choices: expected candidates below ", frontier * top_k, ", got ", choice[i]);
-    }
+    check_choices(choices, frontier * top_k, false);
     check("tokens", tokens, {batch, next_size}, at::kLong);
     check("scores", scores, {batch, next_size}, at::kFloat);
     check("pool_index", pool_index, {batch, next_size}, at::kInt);
@@ -135,47 +129,28 @@ void expand(const Tensor& logits, const Tensor& frontier_scores, const Tensor& f
                              pool_offset, top_k, first_row, next_size, {logits.stride(0), logits.stride(1)}, {features.stride(0), features.stride(1)}, threads()});
 }
 
+void expand_topk(const Tensor& keys, const Tensor& max, const Tensor& sum_exp, const Tensor& frontier_scores, const Tensor& frontier_pool_index, const Tensor& features, const Tensor& frontier_mask,
+                 Tensor pool_tokens, Tensor pool_scores, Tensor pool_parents, int64_t pool_offset, int64_t top_k, int64_t first_row, OptionalTensor draft_to_target, OptionalTensor choices,
+                 Tensor tokens, Tensor scores, Tensor pool_index, Tensor next_features, Tensor next_mask) {
+    refuse_recording("expand_topk");
+    check_choices(choices, frontier_scores.size(-1) * top_k, false);
+    eagle::expand_topk(expand_topk_args(kCpu, keys, max, sum_exp, frontier_scores, frontier_pool_index, features, frontier_mask, pool_tokens, pool_scores, pool_parents, pool_offset, top_k, first_row,
+                                        draft_to_target, choices, tokens, scores, pool_index, next_features, next_mask));
+}
+
 void rerank(const Tensor& pool_tokens, const Tensor& pool_scores, const Tensor& pool_parents, const Tensor& root_tokens, const Tensor& seq_lens, OptionalTensor choices, Tensor tokens, Tensor parent,
             Tensor depth, Tensor mask, Tensor position_ids) {
     refuse_recording("rerank");
-    check("pool.tokens", pool_tokens, {kAny, kAny}, at::kLong);
-    const int64_t batch = pool_tokens.size(0), pool = pool_tokens.size(1), nodes = tokens.size(-1);
-    check("pool.scores", pool_scores, {batch, pool}, at::kFloat);
-    check("pool.parents", pool_parents, {batch, pool}, at::kInt);
-    check("root_tokens", root_tokens, {batch}, at::kLong);
-    check("seq_lens", seq_lens, {batch}, at::kInt);
-    check_optional("choices", choices, {nodes - 1}, at::kInt);
-    EK_REQUIRE(nodes >= 1 && nodes - 1 <= pool && nodes <= 256, "num_nodes: expected 1 to ", std::min<int64_t>(pool + 1, 256), ", got ", nodes);
-    if (choices.has_value()) {
-        const int32_t* choice = choices->const_data_ptr<int32_t>();
-        for (int64_t i = 0; i + 1 < nodes; ++i)
-            EK_REQUIRE(choice[i] >= 0 && choice[i] < pool && (i == 0 || choice[i] > choice[i - 1]), "choices: expected ascending pool indices below ", pool, ", got ", choice[i]);
-    }
-    const int64_t words = (nodes + 63) / 64;
-    check("tokens", tokens, {batch, nodes}, at::kLong);
-    check("parent", parent, {batch, nodes}, at::kInt);
-    check("depth", depth, {batch, nodes}, at::kInt);
-    check("packed_ancestor_mask", mask, {batch, nodes, words}, at::kLong);
-    check("position_ids", position_ids, {batch, nodes}, at::kLong);
-    const int64_t orphan = eagle::rerank({pool_tokens.const_data_ptr<int64_t>(), pool_scores.const_data_ptr<float>(), pool_parents.const_data_ptr<int32_t>(), root_tokens.const_data_ptr<int64_t>(),
-                                          seq_lens.const_data_ptr<int32_t>(), optional_ptr<int32_t>(choices), tokens.mutable_data_ptr<int64_t>(), parent.mutable_data_ptr<int32_t>(),
-                                          depth.mutable_data_ptr<int32_t>(), mask.mutable_data_ptr<int64_t>(), position_ids.mutable_data_ptr<int64_t>(), batch, pool, nodes, words});
+    const eagle::RerankArgs args = rerank_args(kCpu, pool_tokens, pool_scores, pool_parents, root_tokens, seq_lens, choices, tokens, parent, depth, mask, position_ids);
+    check_choices(choices, args.pool, true);
+    const int64_t orphan = eagle::rerank(args);
     EK_REQUIRE(orphan < 0, "pool: entry ", orphan, " was selected without its parent; a child must not outrank its parent");
 }
 
-void accept(const Tensor& tokens, const Tensor& parent, const Tensor& sampled, const Tensor& active, Tensor accepted_nodes, Tensor num_accepted_drafts, Tensor bonus_token) {
+void accept(const Tensor& tokens, const Tensor& parent, const Tensor& sampled, Tensor active, OptionalTensor stop_token_ids, const std::optional<Tensor>& output_ring, Tensor accepted_nodes,
+            Tensor num_accepted_drafts, Tensor bonus_token) {
     refuse_recording("accept");
-    check("tokens", tokens, {kAny, kAny}, at::kLong);
-    const int64_t batch = tokens.size(0), nodes = tokens.size(1);
-    check("parent", parent, {batch, nodes}, at::kInt);
-    check("sampled", sampled, {batch, nodes}, at::kLong);
-    check("active", active, {batch}, at::kBool);
-    check("accepted_nodes", accepted_nodes, {batch, kAny}, at::kInt);
-    EK_REQUIRE(nodes >= 1 && accepted_nodes.size(1) >= 1, "tokens: expected at least the root");
-    check("num_accepted_drafts", num_accepted_drafts, {batch}, at::kInt);
-    check("bonus_token", bonus_token, {batch}, at::kLong);
-    eagle::accept({tokens.const_data_ptr<int64_t>(), parent.const_data_ptr<int32_t>(), sampled.const_data_ptr<int64_t>(), active.const_data_ptr<bool>(), accepted_nodes.mutable_data_ptr<int32_t>(),
-                   num_accepted_drafts.mutable_data_ptr<int32_t>(), bonus_token.mutable_data_ptr<int64_t>(), batch, nodes, accepted_nodes.size(1) - 1});
+    eagle::accept(accept_args(kCpu, tokens, parent, sampled, active, stop_token_ids, output_ring, accepted_nodes, num_accepted_drafts, bonus_token));
 }
 
 void accept_rejection(const Tensor& tokens, const Tensor& parent, const Tensor& target_probs, const Tensor& draft_probs, const Tensor& seeds, const Tensor& positions, const Tensor& active,
@@ -201,15 +176,7 @@ void accept_rejection(const Tensor& tokens, const Tensor& parent, const Tensor& 
 
 void compact(Tensor kv_cache, const Tensor& page_table, const Tensor& seq_lens, const Tensor& accepted_nodes, const Tensor& num_accepted_drafts) {
     refuse_recording("compact");
-    check("kv_cache", kv_cache, {kAny, 2, kAny, kAny, kAny, kAny}, kv_cache.scalar_type());
-    check("page_table", page_table, {kAny, kAny}, at::kInt);
-    const int64_t batch = page_table.size(0);
-    check("seq_lens", seq_lens, {batch}, at::kInt);
-    check("accepted_nodes", accepted_nodes, {batch, kAny}, at::kInt);
-    check("num_accepted_drafts", num_accepted_drafts, {batch}, at::kInt);
-    eagle::compact({static_cast<char*>(kv_cache.mutable_data_ptr()), page_table.const_data_ptr<int32_t>(), seq_lens.const_data_ptr<int32_t>(), accepted_nodes.const_data_ptr<int32_t>(),
-                    num_accepted_drafts.const_data_ptr<int32_t>(), kv_cache.size(0), kv_cache.size(2), kv_cache.size(3),
-                    kv_cache.size(4) * kv_cache.size(5) * static_cast<int64_t>(kv_cache.element_size()), batch, page_table.size(1), accepted_nodes.size(1)});
+    eagle::compact(compact_args(kCpu, kv_cache, page_table, seq_lens, accepted_nodes, num_accepted_drafts));
 }
 
 }  // namespace
@@ -220,6 +187,7 @@ TORCH_LIBRARY_IMPL(eagle_kernels, CPU, m) {
     m.impl("draw_children", &draw_children);
     m.impl("noise", &noise);
     m.impl("expand", &expand);
+    m.impl("expand_topk", &expand_topk);
     m.impl("rerank", &rerank);
     m.impl("accept", &accept);
     m.impl("accept_rejection", &accept_rejection);

@@ -7,19 +7,32 @@ from eagle_kernels._extension import OPS
 from eagle_kernels.types import Accepted
 
 
-def accept(tokens: Tensor, parent: Tensor, sampled: Tensor, active: Tensor, max_depth: int) -> Accepted:
+def accept(
+    tokens: Tensor,
+    parent: Tensor,
+    sampled: Tensor,
+    active: Tensor,
+    max_depth: int,
+    *,
+    stop_token_ids: Tensor | None = None,
+    output_ring: Tensor | None = None,
+) -> Accepted:
     """Walk down from the root as long as a child carries the token that the target drew.
 
-    tokens   [B, N] int64; a token below 0 is never accepted
-    parent   [B, N] int32, parent[i] < i; root -1
-    sampled  [B, N] int64, the token drawn after each node
-    active   [B] bool
-    returns  Accepted [B, max_depth + 1]; of an inactive row -1, 0, -1
+    tokens          [B, N] int64; a token below 0 is never accepted
+    parent          [B, N] int32, parent[i] < i; root -1
+    sampled         [B, N] int64, the token drawn after each node
+    active          [B] bool; modified: a row that emits a stop token becomes inactive
+    stop_token_ids  [B, S] int64, -1 = none, or None
+    output_ring     [B, C + 1] int64, C > max_depth, or None; modified: token number n that a sequence emits is put at column n % C, the last column counts the emitted tokens
+    returns         Accepted [B, max_depth + 1]; of an inactive row -1, 0, -1, and its ring stays as it is
 
-    node = 0; while a child c of node has tokens[c] == sampled[node]: node = the smallest such c;  bonus_token = sampled[node]
+    node = 0; while sampled[node] is no stop token and a child c of node has tokens[c] == sampled[node]: node = the smallest such c;  bonus_token = sampled[node]
+
+    The tokens emitted are the accepted drafts in order, then the bonus token. So the first stop token is always the bonus token, and the drafts that would follow it are cut.
     """
     result = empty_accepted(tokens, max_depth)
-    OPS.accept(tokens, parent, sampled, active, *result)
+    OPS.accept(tokens, parent, sampled, active, stop_token_ids, output_ring, *result)
     return result
 
 

@@ -1,4 +1,4 @@
-"""Results with three or more tensors. B sequences, n frontier nodes, N tree nodes, H features, W mask words, P pool slots."""
+"""Results with three or more tensors. B sequences, F or n frontier nodes, N tree nodes, H features, W mask words, P pool slots."""
 
 from typing import NamedTuple
 
@@ -33,6 +33,19 @@ class Frontier(NamedTuple):
     pool_index: torch.Tensor
     features: torch.Tensor
     mask: torch.Tensor
+
+
+class HeadTopK(NamedTuple):
+    """What is left of the draft logits of each frontier node, by tiles of the draft vocabulary.
+
+    keys     [B, F, tiles, k] int64, descending: the best of the tile by (logit descending, id ascending), NaN as -inf; ordered(logit) << 32 | (0xFFFFFFFF - id), lowest int64 = padding
+    max      [B, F, tiles] fp32
+    sum_exp  [B, F, tiles] fp32, sum of exp(logit - max); 0 in a tile without a finite value
+    """
+
+    keys: torch.Tensor
+    max: torch.Tensor
+    sum_exp: torch.Tensor
 
 
 class Tree(NamedTuple):

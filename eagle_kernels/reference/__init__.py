@@ -5,6 +5,7 @@ from .accept_rejection import accept_rejection
 from .ancestor_mask import pack_ancestor_mask, unpack_ancestor_mask
 from .compact import compact
 from .expand import expand
+from .expand_topk import expand_topk
 from .gumbel_noise import gumbel_noise, uniform_noise
 from .linear import embedding, expert_linear, linear, route_experts
 from .rerank import rerank
@@ -21,6 +22,7 @@ __all__ = [
     "draw_children",
     "embedding",
     "expand",
+    "expand_topk",
     "expert_linear",
     "filter_probs",
     "gumbel_noise",

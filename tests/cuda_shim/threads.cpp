@@ -1,0 +1,137 @@
+// A thread of the system per CUDA thread, for ThreadSanitizer. Up to kLiveBlocks blocks are live together, so a race between blocks is seen too.
+#include <linux/futex.h>
+#include <pthread.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <climits>
+#include <deque>
+
+#include "scheduler.h"
+
+namespace shim {
+
+namespace {
+
+constexpr unsigned kLiveBlocks = 8;
+constexpr size_t kStackBytes = 256 * 1024;
+
+// Waiting without ordering memory: relaxed atomics and a bare system call, so that ThreadSanitizer takes no edge from a shuffle or a ballot, which give none on the GPU.
+struct RelaxedBarrier {
+    std::atomic<uint32_t> arrived{0}, generation{0};
+    void wait(uint32_t count) {
+        const uint32_t before = generation.load(std::memory_order_relaxed);
+        if (arrived.fetch_add(1, std::memory_order_relaxed) + 1 == count) {
+            arrived.store(0, std::memory_order_relaxed);
+            generation.fetch_add(1, std::memory_order_relaxed);
+            syscall(SYS_futex, &generation, FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0);
+            return;
+        }
+        while (generation.load(std::memory_order_relaxed) == before) syscall(SYS_futex, &generation, FUTEX_WAIT_PRIVATE, before, nullptr, nullptr, 0);
+    }
+};
+
+struct Warp {
+    RelaxedBarrier values_written;
+    pthread_barrier_t barrier;
+    std::atomic<uint64_t> slots[2][32];
+};
+
+struct Block {
+    std::deque<Warp> warps;
+    pthread_barrier_t barrier;
+    std::atomic<bool> any[3];
+    char* shared;
+    unsigned index;
+};
+
+struct Start {
+    Block* block;
+    unsigned thread;
+    const cudaLaunchConfig_t* config;
+    const std::function<void()>* body;
+};
+
+thread_local Block* my_block;
+thread_local unsigned parity, votes;
+
+Warp& my_warp() { return my_block->warps[threadIdx.x / 32]; }
+
+void* run_thread(void* argument) {
+    const Start& start = *static_cast<Start*>(argument);
+    my_block = start.block;
+    parity = votes = 0;
+    threadIdx = dim3(start.thread);
+    blockIdx = dim3(start.block->index);
+    blockDim = start.config->blockDim;
+    gridDim = start.config->gridDim;
+    (*start.body)();
+    return nullptr;
+}
+
+}  // namespace
+
+cudaError_t launch(const cudaLaunchConfig_t& config, const std::function<void()>& kernel) {
+    if (const cudaError_t error = check_launch(config)) return error;
+    const unsigned threads = config.blockDim.x;
+    pthread_attr_t attributes;
+    pthread_attr_init(&attributes);
+    pthread_attr_setstacksize(&attributes, kStackBytes);
+    for (unsigned first = 0; first < config.gridDim.x; first += kLiveBlocks) {
+        const unsigned live = std::min(kLiveBlocks, config.gridDim.x - first);
+        std::deque<Block> blocks(live);
+        std::deque<Start> starts;
+        std::vector<pthread_t> ids;
+        for (unsigned i = 0; i < live; ++i) {
+            Block& block = blocks[i];
+            block.index = first + i;
+            block.shared = new_shared_memory(config.dynamicSmemBytes);
+            block.any[0] = block.any[1] = block.any[2] = false;
+            pthread_barrier_init(&block.barrier, nullptr, threads);
+            block.warps.resize(threads / 32);
+            for (Warp& warp : block.warps) pthread_barrier_init(&warp.barrier, nullptr, 32);
+            for (unsigned thread = 0; thread < threads; ++thread) {
+                starts.push_back({&block, thread, &config, &kernel});
+                ids.emplace_back();
+                if (pthread_create(&ids.back(), &attributes, run_thread, &starts.back()) != 0) die("no more threads");
+            }
+        }
+        for (const pthread_t id : ids) pthread_join(id, nullptr);
+        for (Block& block : blocks) {
+            for (Warp& warp : block.warps) pthread_barrier_destroy(&warp.barrier);
+            pthread_barrier_destroy(&block.barrier);
+            std::free(block.shared);
+        }
+    }
+    return cudaSuccess;
+}
+
+// Two sets of slots take turns: who is a call ahead writes to the other set, and cannot be two ahead.
+WarpValues exchange(uint64_t value) {
+    Warp& warp = my_warp();
+    std::atomic<uint64_t>* slots = warp.slots[parity ^= 1];
+    slots[lane()].store(value, std::memory_order_relaxed);
+    warp.values_written.wait(32);
+    WarpValues values;
+    for (int i = 0; i < 32; ++i) values.lane[i] = slots[i].load(std::memory_order_relaxed);
+    return values;
+}
+
+void sync_warp() { pthread_barrier_wait(&my_warp().barrier); }
+void sync_block() { pthread_barrier_wait(&my_block->barrier); }
+
+// Three votes take turns: the next one is cleared while no thread can have reached it.
+bool sync_block_or(bool value) {
+    const unsigned vote = votes++ % 3;
+    if (value) my_block->any[vote].store(true, std::memory_order_relaxed);
+    sync_block();
+    if (threadIdx.x == 0) my_block->any[(vote + 2) % 3].store(false, std::memory_order_relaxed);
+    return my_block->any[vote].load(std::memory_order_relaxed);
+}
+
+}  // namespace shim
+
+namespace eagle::cuda {
+char* shared_memory() { return shim::my_block->shared; }
+}  // namespace eagle::cuda
