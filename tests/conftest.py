@@ -1,5 +1,10 @@
 """Seeding, CPU code paths and hypothesis settings shared by all tests."""
 
+import os
+
+# Triton decides when it is imported whether its kernels run under the interpreter; ahead-of-time compiles happen in other processes, with this unset.
+os.environ["TRITON_INTERPRET"] = "1"
+
 import random
 import zlib
 from collections.abc import Iterator
