@@ -1,35 +1,41 @@
-"""Checks of the arguments of ops that are launched from Python; csrc/torch_checks.h has the same for C++, with the same messages."""
+"""Checks of the ops that are launched from Python, with one form of message. They look at shape, dtype, strides and device, never at values."""
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-_CONTIGUOUS = {"all": ", contiguous", "last": ", last dimension contiguous", "any": ""}
-
 
 def check_tensor(
-    name: str, tensor: Tensor, shape: tuple[int | None, ...], dtype: torch.dtype | tuple[torch.dtype, ...], device: torch.device | None = None, contiguous: str = "all"
+    name: str, tensor: Tensor, shape: Sequence[int | None], dtype: torch.dtype | tuple[torch.dtype, ...], device: torch.device | None = None, *, contiguous: str = "all"
 ) -> None:
-    """ValueError 'name: expected [4, *] int32, contiguous on cuda:0, got [4, 8] int64 on cpu' unless the tensor is as described.
+    """Raise ValueError "name: expected [4, *] int32, contiguous on cuda:0, got [4, 8] int64 on cpu" unless the tensor is of this kind.
 
-    shape       None = any size
-    dtype       one, or those allowed
-    device      None = any
-    contiguous  "all", "last" (the last dimension; the others may have any stride) or "any"
+    shape       None: any size
+    device      None: any
+    contiguous  "all", "last" (the last dimension, the others may have any stride) or "any"
     """
     dtypes = dtype if isinstance(dtype, tuple) else (dtype,)
-    fits = tensor.dim() == len(shape) and all(size is None or size == actual for size, actual in zip(shape, tensor.shape))
-    if contiguous == "all":
-        dense = tensor.is_contiguous()
-    elif contiguous == "last":
-        dense = tensor.numel() == 0 or tensor.dim() == 0 or tensor.shape[-1] == 1 or tensor.stride(-1) == 1
-    else:
-        dense = True
-    if fits and dense and tensor.dtype in dtypes and (device is None or tensor.device == device):
-        return
-    wanted = ", ".join("*" if size is None else str(size) for size in shape)
-    where = "" if device is None else f" on {device}"
-    got = f"{list(tensor.shape)} {_short(tensor.dtype)}{'' if tensor.is_contiguous() else ' (not contiguous)'} on {tensor.device}"
-    raise ValueError(f"{name}: expected [{wanted}] {' or '.join(map(_short, dtypes))}{_CONTIGUOUS[contiguous]}{where}, got {got}")
+    fits = tensor.dim() == len(shape) and all(wanted is None or wanted == size for wanted, size in zip(shape, tensor.shape))
+    fits = fits and tensor.dtype in dtypes and (device is None or tensor.device == device)
+    if fits and tensor.numel() > 0:
+        if contiguous == "all":
+            fits = tensor.is_contiguous()
+        elif contiguous == "last":
+            fits = tensor.shape[-1] <= 1 or tensor.stride(-1) == 1
+    if not fits:
+        sizes = ", ".join("*" if size is None else str(size) for size in shape)
+        kinds = " or ".join(_short(kind) for kind in dtypes)
+        layout = {"all": ", contiguous", "last": ", last dimension contiguous", "any": ""}[contiguous]
+        note = "" if tensor.is_contiguous() else " (not contiguous)"
+        where = "" if device is None else f" on {device}"
+        raise ValueError(f"{name}: expected [{sizes}] {kinds}{layout}{where}, got {list(tensor.shape)} {_short(tensor.dtype)}{note} on {tensor.device}")
+
+
+def refuse(wrong: bool, name: str, expected: str, got: object) -> None:
+    """Raise ValueError "name: expected ..., got ..." if `wrong`."""
+    if wrong:
+        raise ValueError(f"{name}: expected {expected}, got {got}")
 
 
 def _short(dtype: torch.dtype) -> str:
