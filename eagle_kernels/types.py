@@ -35,6 +35,20 @@ class Frontier(NamedTuple):
     mask: torch.Tensor
 
 
+class HeadTopK(NamedTuple):
+    """The best of the draft vocabulary and log-softmax statistics, per tile of the vocabulary; `expand_topk` merges the tiles. A CPU tile is the whole vocabulary.
+
+    keys     [..., tiles, top_k] int64, descending: ordered(logit) << 32 | (0xFFFFFFFF - id), with the int32 bits i of logit + 0.0 (NaN: -inf) and ordered(i) = i ^ ((i >> 31) & 0x7FFFFFFF);
+             -2^63 past the end of a tile
+    max      [..., tiles] fp32, greatest logit of the tile (NaN counts as -inf)
+    sum_exp  [..., tiles] fp32, sum of exp(logit - max) over the tile; 0 when max is -inf, 1 when it is +inf
+    """
+
+    keys: torch.Tensor
+    max: torch.Tensor
+    sum_exp: torch.Tensor
+
+
 class Tree(NamedTuple):
     """The nodes to verify: the root, then the chosen candidates, parents before children.
 
