@@ -15,6 +15,7 @@ SOURCES = [
     "csrc/torch_api.cpp",
     "csrc/torch_model_ops.cpp",
     "csrc/torch_decode_ops.cpp",
+    "csrc/torch_head_ops.cpp",
     "csrc/cpu/kernels.cpp",
     "csrc/cpu/isa_portable.cpp",
     "csrc/cpu/isa_avx2.cpp",

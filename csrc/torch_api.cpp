@@ -26,6 +26,8 @@ TORCH_LIBRARY(eagle_kernels, m) {
     m.def("filter_probs(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, bool min_p_first, Tensor(a!) out) -> ()");
     m.def("draw_children(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, Tensor seeds, Tensor positions, int lanes, bool min_p_first, Tensor(a!) out) -> ()");
     m.def("noise(Tensor seeds, Tensor positions, int stream, bool uniform, Tensor(a!) out) -> ()");
+    m.def("head_topk(Tensor features, Tensor weight, int out_features, Tensor(a!) keys, Tensor(b!) max, Tensor(c!) sum_exp) -> ()");
+    m.def("logits_topk(Tensor logits, Tensor(a!) keys, Tensor(b!) max, Tensor(c!) sum_exp) -> ()");
     m.def("expand(Tensor logits, Tensor frontier_scores, Tensor frontier_pool_index, Tensor features, Tensor frontier_mask, Tensor(a!) pool_tokens, Tensor(b!) pool_scores, Tensor(c!) pool_parents, "
           "int pool_offset, int top_k, int first_row, Tensor? draft_to_target, Tensor? choices, Tensor(d!) tokens, Tensor(e!) scores, Tensor(f!) pool_index, Tensor(g!) next_features, "
           "Tensor(h!) next_mask) -> ()");

@@ -84,6 +84,16 @@ inline Dtype weight_dtype(const char* name, const Tensor& t) {
     return t.scalar_type() == at::kFloat ? Dtype::fp32 : Dtype::bf16;
 }
 
+// A packed weight, with or without experts, and the x [rows, K] that it is multiplied with. Of a bf16 weight only K rounded up to even is known.
+inline void check_packed(const char* name, const Tensor& x, const Tensor& weight, int64_t out_features, bool experts) {
+    const bool pairs = weight_dtype("weight", weight) == Dtype::bf16;
+    if (experts) check("weight", weight, {kAny, (out_features + 15) / 16, kAny, 16}, weight.scalar_type());
+    else check("weight", weight, {(out_features + 15) / 16, kAny, 16}, weight.scalar_type());
+    const int64_t depth = weight.size(experts ? 2 : 1);
+    check_rows(name, x, {kAny, kAny}, at::kFloat);
+    if ((pairs ? (x.size(1) + 1) / 2 * 2 : x.size(1)) != depth) fail(name, x, {kAny, depth}, "float32", "");
+}
+
 // Recording: while one is open on a thread, every op that the thread runs is also kept, with its arguments and the tensors behind them, so that the whole sequence can be
 // run again without Python or the dispatcher in between. It is the CPU's counterpart of a captured graph: same buffers, same shapes, new contents.
 struct Recording {

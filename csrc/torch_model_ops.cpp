@@ -6,19 +6,9 @@ namespace {
 
 using namespace eagle::torch_api;
 
-// A packed weight, with or without experts, and the x [rows, K] that it is multiplied with. Of a bf16 weight only K rounded up to even is known.
-void check_packed(const Tensor& x, const Tensor& weight, int64_t out_features, bool experts) {
-    const bool pairs = weight_dtype("weight", weight) == Dtype::bf16;
-    if (experts) check("weight", weight, {kAny, (out_features + 15) / 16, kAny, 16}, weight.scalar_type());
-    else check("weight", weight, {(out_features + 15) / 16, kAny, 16}, weight.scalar_type());
-    const int64_t depth = weight.size(experts ? 2 : 1);
-    check_rows("x", x, {kAny, kAny}, at::kFloat);
-    if ((pairs ? (x.size(1) + 1) / 2 * 2 : x.size(1)) != depth) fail("x", x, {kAny, depth}, "float32", "");
-}
-
 // The CPU is always deterministic.
 void linear(const Tensor& x, const Tensor& weight, OptionalTensor bias, int64_t out_features, bool /*deterministic*/, Tensor out) {
-    check_packed(x, weight, out_features, false);
+    check_packed("x", x, weight, out_features, false);
     check_optional("bias", bias, {out_features}, at::kFloat);
     check_rows("out", out, {x.size(0), out_features}, at::kFloat);
     const eagle::LinearArgs args{x.const_data_ptr<float>(), weight.const_data_ptr(), optional_ptr<float>(bias), nullptr, out.mutable_data_ptr<float>(), x.size(0), x.size(1), out_features,
@@ -28,7 +18,7 @@ void linear(const Tensor& x, const Tensor& weight, OptionalTensor bias, int64_t 
 
 void expert_linear(const Tensor& x, const Tensor& weight, const Tensor& expert_ids, int64_t out_features, Tensor out) {
     refuse_recording("expert_linear");
-    check_packed(x, weight, out_features, true);
+    check_packed("x", x, weight, out_features, true);
     const Dtype dtype = weight_dtype("weight", weight);
     check("expert_ids", expert_ids, {x.size(0)}, at::kInt);
     check_rows("out", out, {x.size(0), out_features}, at::kFloat);
@@ -39,7 +29,7 @@ void expert_linear(const Tensor& x, const Tensor& weight, const Tensor& expert_i
 void embedding(const Tensor& ids, const Tensor& weight, int64_t out_features, Tensor out) {
     check("ids", ids, {kAny}, at::kLong);
     check("out", out, {ids.size(0), kAny}, at::kFloat);
-    check_packed(out, weight, out_features, false);
+    check_packed("out", out, weight, out_features, false);
     const int64_t* id = ids.const_data_ptr<int64_t>();
     for (int64_t i = 0; i < ids.size(0); ++i) EK_REQUIRE(id[i] < out_features, "ids: expected token ids below ", out_features, ", got ", id[i]);
     const eagle::EmbeddingArgs args{id, weight.const_data_ptr(), out.mutable_data_ptr<float>(), ids.size(0), out.size(1), out_features, weight_dtype("weight", weight)};

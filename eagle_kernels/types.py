@@ -36,11 +36,12 @@ class Frontier(NamedTuple):
 
 
 class HeadTopK(NamedTuple):
-    """What is left of the draft logits of each frontier node, by tiles of the draft vocabulary.
+    """The best of the draft vocabulary and log-softmax statistics, per tile of the vocabulary; `expand_topk` merges the tiles. A CPU tile is the whole vocabulary.
 
-    keys     [B, F, tiles, k] int64, descending: the best of the tile by (logit descending, id ascending), NaN as -inf; ordered(logit) << 32 | (0xFFFFFFFF - id), lowest int64 = padding
-    max      [B, F, tiles] fp32
-    sum_exp  [B, F, tiles] fp32, sum of exp(logit - max); 0 in a tile without a finite value
+    keys     [..., tiles, top_k] int64, descending: ordered(logit) << 32 | (0xFFFFFFFF - id), with the int32 bits i of logit + 0.0 (NaN: -inf) and ordered(i) = i ^ ((i >> 31) & 0x7FFFFFFF);
+             -2^63 past the end of a tile
+    max      [..., tiles] fp32, greatest logit of the tile (NaN counts as -inf)
+    sum_exp  [..., tiles] fp32, sum of exp(logit - max) over the tile; 0 when max is -inf, 1 when it is +inf
     """
 
     keys: torch.Tensor

@@ -54,6 +54,8 @@ def make_cases() -> dict[str, list[tuple[object, ...]]]:
         "filter_probs": [(logits, *filters, False, torch.empty(4, 33))],
         "draw_children": [(logits, *keys, 2, False, torch.empty(4, 3, dtype=torch.int64))],
         "noise": [(*keys[4:], 2, True, torch.empty(4, 7)), (*keys[4:], 0, False, torch.empty(4, 7))],
+        "head_topk": [(x, fp32.data, 37, torch.empty(3, 1, 4, dtype=torch.int64), torch.empty(3, 1), torch.empty(3, 1))],
+        "logits_topk": [(x, torch.empty(3, 1, 4, dtype=torch.int64), torch.empty(3, 1), torch.empty(3, 1))],
         "expand": [(*expand, None, None, *frontier), (*expand, torch.arange(33), torch.arange(5, dtype=torch.int32), *frontier)],
         "rerank": [(*pool, ids(2), ids(2, dtype=torch.int32), None, *tree), (*pool, ids(2), ids(2, dtype=torch.int32), torch.arange(5, dtype=torch.int32), *tree)],
         "accept": [(ids(2, 6), random_tree(2, 6), ids(2, 6), torch.tensor([True, False]), *accepted)],

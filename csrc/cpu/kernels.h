@@ -9,6 +9,7 @@
 #include "route_experts.h"
 #include "sample.h"
 #include "silu_mul.h"
+#include "topk.h"
 #include "tree_attention.h"
 
 namespace eagle {
@@ -26,6 +27,8 @@ struct Kernels {
     void (*sample)(const SampleArgs&);
     void (*noise)(const NoiseArgs&);
     void (*accept_rejection)(const AcceptRejectionArgs&);
+    void (*logits_topk)(const LogitsTopkArgs&);
+    void (*head_topk)(const HeadTopkArgs&);
 };
 
 extern const Kernels kernels_portable;

@@ -7,6 +7,7 @@ from .compact import compact
 from .expand import expand
 from .expand_topk import expand_topk
 from .gumbel_noise import gumbel_noise, uniform_noise
+from .head_topk import head_topk, logits_topk
 from .linear import embedding, expert_linear, linear, route_experts
 from .rerank import rerank
 from .rms_norm import rms_norm
@@ -26,7 +27,9 @@ __all__ = [
     "expert_linear",
     "filter_probs",
     "gumbel_noise",
+    "head_topk",
     "linear",
+    "logits_topk",
     "pack_ancestor_mask",
     "rerank",
     "rms_norm",
