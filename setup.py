@@ -24,6 +24,7 @@ SOURCES = [
     "csrc/cpu/rerank.cpp",
     "csrc/cpu/accept.cpp",
     "csrc/cpu/compact.cpp",
+    "csrc/cpu/advance.cpp",
 ]
 CUDA_SOURCES = [
     "csrc/torch_cuda_ops.cpp",

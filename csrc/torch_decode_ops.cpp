@@ -1,6 +1,7 @@
 // The ops of the draft tree, of sampling and acceptance.
 #include <algorithm>
 
+#include "cpu/advance.h"
 #include "cpu/kernels.h"
 #include "torch_tree_args.h"
 
@@ -179,9 +180,33 @@ void compact(Tensor kv_cache, const Tensor& page_table, const Tensor& seq_lens, 
     eagle::compact(compact_args(kCpu, kv_cache, page_table, seq_lens, accepted_nodes, num_accepted_drafts));
 }
 
+void advance(const Tensor& tokens, const Tensor& features, const Tensor& accepted_nodes, const Tensor& num_accepted_drafts, const Tensor& bonus_token, const Tensor& active, Tensor seq_lens,
+             Tensor root_tokens, Tensor num_pending, Tensor pending_tokens, Tensor pending_features) {
+    refuse_recording("advance");
+    check("tokens", tokens, {kAny, kAny}, at::kLong);
+    const int64_t batch = tokens.size(0), nodes = tokens.size(1);
+    check("features", features, {batch, nodes, kAny}, features.scalar_type());
+    const int64_t hidden = features.size(2);
+    check("accepted_nodes", accepted_nodes, {batch, kAny}, at::kInt);
+    const int64_t width = accepted_nodes.size(1);
+    check("num_accepted_drafts", num_accepted_drafts, {batch}, at::kInt);
+    check("bonus_token", bonus_token, {batch}, at::kLong);
+    check("active", active, {batch}, at::kBool);
+    check("seq_lens", seq_lens, {batch}, at::kInt);
+    check("root_tokens", root_tokens, {batch}, at::kLong);
+    check("num_pending", num_pending, {batch}, at::kLong);
+    check("pending_tokens", pending_tokens, {batch, width}, at::kLong);
+    check("pending_features", pending_features, {batch, width, hidden}, features.scalar_type());
+    eagle::advance({tokens.const_data_ptr<int64_t>(), static_cast<const char*>(features.const_data_ptr()), accepted_nodes.const_data_ptr<int32_t>(), num_accepted_drafts.const_data_ptr<int32_t>(),
+                    bonus_token.const_data_ptr<int64_t>(), active.const_data_ptr<bool>(), seq_lens.mutable_data_ptr<int32_t>(), root_tokens.mutable_data_ptr<int64_t>(),
+                    num_pending.mutable_data_ptr<int64_t>(), pending_tokens.mutable_data_ptr<int64_t>(), static_cast<char*>(pending_features.mutable_data_ptr()), batch, nodes, width,
+                    hidden * static_cast<int64_t>(features.element_size())});
+}
+
 }  // namespace
 
 TORCH_LIBRARY_IMPL(eagle_kernels, CPU, m) {
+    m.impl("advance", &advance);
     m.impl("sample", &sample);
     m.impl("filter_probs", &filter_probs);
     m.impl("draw_children", &draw_children);

@@ -131,7 +131,8 @@ class Request:
         self._ended = time.perf_counter()
 
     def end(self, phases: dict[str, float]) -> None:
-        self._phases = {name: seconds - self._phases_before.get(name, 0.0) for name, seconds in phases.items()}
+        spent = {name: seconds - self._phases_before.get(name, 0.0) for name, seconds in phases.items()}
+        self._phases = {name: seconds for name, seconds in spent.items() if seconds > 0}
 
     def text(self) -> str:
         """The answer so far. A finished answer is decoded whole, so that a last incomplete character shows as the tokenizer shows it, and begins with what was streamed."""

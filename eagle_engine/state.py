@@ -29,7 +29,7 @@ class DecodeState:
     page_table: Tensor  # [S, max_pages] int32
     seq_lens: Tensor  # [S] int32, committed rows of the target
     root_tokens: Tensor  # [S] int64
-    num_pending: Tensor  # [S] int32, 1 .. max_depth + 1
+    num_pending: Tensor  # [S] int64, 1 .. max_depth + 1
     pending_tokens: Tensor  # [S, max_depth + 1] int64; the first num_pending are also the tokens that the last step emitted
     pending_features: Tensor  # [S, max_depth + 1, H] activations
     output_ring: Tensor  # [S, C + 1] int64: token number n that the sequence emitted at column n % C, the number of all of them in the last column; C = OUTPUT_RING * (max_depth + 1)
@@ -61,7 +61,7 @@ class DecodeState:
                 page_table=torch.zeros(slots, max_pages, dtype=int32),
                 seq_lens=torch.zeros(slots, dtype=int32),
                 root_tokens=torch.zeros(slots, dtype=int64),
-                num_pending=torch.ones(slots, dtype=int32),
+                num_pending=torch.ones(slots, dtype=int64),
                 pending_tokens=torch.zeros(slots, width, dtype=int64),
                 pending_features=torch.zeros(slots, width, hidden_size, dtype=activation_dtype),
                 active=torch.zeros(slots, dtype=torch.bool),

@@ -13,7 +13,7 @@ from eagle_engine.graphs import VerifyGraphs, forward_tree
 from eagle_engine.state import DecodeState
 from eagle_engine.target import TargetModel
 from eagle_engine.tree_shape import TreeShape
-from eagle_kernels import Accepted, DraftPool, Frontier, Tree, accept, accept_rejection, compact, draw_children, expand_topk, filter_probs, rerank, sample
+from eagle_kernels import Accepted, DraftPool, Frontier, Tree, accept, accept_rejection, advance, compact, draw_children, expand_topk, filter_probs, rerank, sample
 
 PHASES = ("prefill", "draft", "verify", "sample", "compact", "graph")  # "graph": a captured step, all of it
 
@@ -89,7 +89,7 @@ def draft(models: Models, state: DecodeState, batch: int) -> tuple[DraftPool, li
                 draft_to_target=drafter.draft_to_target, choices=level.choices,
             )  # fmt: skip
         if level.next_size > 0:
-            position_ids = (seq_lens[:, None].long() + depth).expand(-1, level.next_size).contiguous()
+            position_ids = seq_lens[:, None] + level.depths
             features = drafter.forward(frontier.tokens, frontier.features, position_ids, cache, seq_lens, page_table, frontier.mask, level.first_row)
     return pool, draft_probs
 
@@ -100,10 +100,10 @@ def extend(drafter: Drafter, state: DecodeState, batch: int) -> Tensor:
     All max_depth + 1 rows are run, so that the shape is fixed; rows past num_pending write above seq_lens, where the draft levels write next.
     """
     num_pending = state.num_pending[:batch]
-    draft_lens = state.seq_lens[:batch] - num_pending
+    draft_lens = torch.sub(state.seq_lens[:batch], num_pending, out=torch.empty_like(state.seq_lens[:batch]))
     position_ids = draft_lens[:, None] + state.pending_offsets
     features = drafter.forward(state.pending_tokens[:batch], state.pending_features[:batch], position_ids, state.draft_cache[0], draft_lens, state.page_table[:batch])
-    last = (num_pending.long() - 1)[:, None, None].expand(-1, 1, features.shape[-1])
+    last = (num_pending - 1)[:, None, None].expand(-1, 1, features.shape[-1])
     return features.gather(1, last)
 
 
@@ -179,19 +179,12 @@ def append_output(state: DecodeState, batch: int, tree: Tree, accepted: Accepted
 
 def commit(models: Models, state: DecodeState, batch: int, tree: Tree, accepted: Accepted, features: Tensor) -> None:
     """Keep the accepted rows, hand their features and tokens to the next draft, advance seq_lens."""
-    nodes = accepted.accepted_nodes.clamp(min=0).long()
     if models.shape.levels:
         compact(state.target_cache, state.page_table[:batch], state.seq_lens[:batch], accepted.accepted_nodes, accepted.num_accepted_drafts)
-        state.pending_features[:batch] = features.gather(1, nodes[:, :, None].expand(-1, -1, features.shape[-1]))
-    # The token after accepted node i is that of accepted node i + 1, after the last one the bonus token.
-    tokens = state.pending_tokens[:batch]
-    tokens[:, :-1] = tree.tokens.gather(1, nodes[:, 1:])
-    tokens.scatter_(1, accepted.num_accepted_drafts[:, None].long(), accepted.bonus_token[:, None])
-    emitted = accepted.num_accepted_drafts + 1
-    active = state.active[:batch]
-    state.num_pending[:batch] = emitted
-    state.root_tokens[:batch] = accepted.bonus_token
-    state.seq_lens[:batch] += torch.where(active, emitted, 0)
+    advance(
+        tree.tokens, features, accepted, state.active[:batch], state.seq_lens[:batch], state.root_tokens[:batch], state.num_pending[:batch], state.pending_tokens[:batch],
+        state.pending_features[:batch],
+    )  # fmt: skip
 
 
 def prefill(models: Models, state: DecodeState, slot: int, prompt: Tensor, chunk: int, timer: PhaseTimer) -> None:

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from eagle_kernels.checks import check_tensor, refuse
-from eagle_kernels.triton import accept_rejection, head_topk, rms_norm, rope_store_kv, sample, silu_mul, tree_attention
+from eagle_kernels.triton import accept_rejection, advance, head_topk, rms_norm, rope_store_kv, sample, silu_mul, tree_attention
 from eagle_kernels.triton import linear as linear_kernels
 
 
@@ -29,6 +29,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, out_features: int, de
 def register() -> None:
     """Make every op known for CUDA tensors; those in CUDA C++ register themselves when the extension is loaded."""
     launchers = {
+        "advance": advance.advance,
         "linear": linear,
         "expert_linear": linear_kernels.expert_linear,
         "embedding": linear_kernels.embedding,

@@ -6,6 +6,7 @@ import pytest
 import torch
 from eagle_engine import SamplingParams
 from eagle_engine.step import PhaseTimer, draft, rerank, run_step, verify
+from eagle_kernels import logits_topk
 from helpers import assert_exact
 from tiny_engines import TREES, bigram_drafter, make_engine, oracle_drafter, plain_tokens, random_drafter, tiny_target
 from tiny_targets import CASES, random_tokens
@@ -277,14 +278,14 @@ def test_drafter_cache_after_any_step_is_that_of_a_fresh_prefill(tree):
     text = prompt + plain_tokens(target, prompt, params)
     knowing = oracle_drafter(target, text, ranks=[0, 1, 0, 0, 2, 0, 5])
     # The real drafter writes the cache, the knowing one decides what is drafted, so that paths of all lengths are accepted.
-    drafter.logits = lambda features: knowing.logits(knowing_features)
+    drafter.head_topk = lambda features, top_k: logits_topk(knowing.logits(knowing_features), top_k)
     original = drafter.forward
 
     def forward(token_ids, features, position_ids, *args, **kwargs):
         nonlocal knowing_features
         knowing_features = knowing.forward(token_ids, features, position_ids, *args, **kwargs)
         if kwargs.get("packed_ancestor_mask") is None and len(args) < 4:
-            last = engine.state.num_pending[:1].long() - 1
+            last = engine.state.num_pending[:1] - 1
             knowing_features = knowing_features[:, last]
         return original(token_ids, features, position_ids, *args, **kwargs)
 

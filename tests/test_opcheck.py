@@ -36,7 +36,7 @@ def make_cases() -> dict[str, list[tuple[object, ...]]]:
     accepted = (torch.empty(2, 6, dtype=torch.int32), torch.empty(2, dtype=torch.int32), torch.empty(2, dtype=torch.int64))
     rejection = make_rejection_inputs(2, 6, 9, "random", 0.0)
     return {
-        "linear": [(x, fp32.data, None, 37, torch.empty(3, 37)), (x, bf16.data, torch.randn(37), 37, torch.empty(3, 37))],
+        "linear": [(x, fp32.data, None, 37, False, torch.empty(3, 37)), (x, bf16.data, torch.randn(37), 37, True, torch.empty(3, 37))],
         "expert_linear": [(x, experts.data, torch.tensor([0, 3, 1], dtype=torch.int32), 37, torch.empty(3, 37))],
         "embedding": [(ids(5), fp32.data, 37, torch.empty(5, 20)), (ids(5), bf16.data, 37, torch.empty(5, 20))],
         "rms_norm": [(x, torch.randn(20), 1e-5, None, torch.empty(3, 20)), (x, torch.randn(20), 1e-5, torch.randn(3, 20), torch.empty(3, 20))],
@@ -44,8 +44,8 @@ def make_cases() -> dict[str, list[tuple[object, ...]]]:
         "route_experts": [(x, True, torch.empty(3, 2), torch.empty(3, 2, dtype=torch.int32))],
         "rope_store_kv": [(q.clone(), k, v, ids(2, 6), make_rope_table(9, 16), *cache.copy(), 0)],
         "tree_attention": [
-            (q, *cache, packed_mask(random_tree(2, 6)), 0.25, 0, 0.0, torch.empty_like(q), None),
-            (q, *cache, None, 0.25, 3, 5.0, torch.empty_like(q), torch.empty(2, 6, 4)),
+            (q, *cache, packed_mask(random_tree(2, 6)), 0.25, 0, 0.0, False, torch.empty_like(q), None),
+            (q, *cache, None, 0.25, 3, 5.0, True, torch.empty_like(q), torch.empty(2, 6, 4)),
         ],
         "sample": [
             (logits, *keys, False, None, None, None, None, None, None, torch.empty(4, dtype=torch.int64), None),
@@ -60,6 +60,7 @@ def make_cases() -> dict[str, list[tuple[object, ...]]]:
         "rerank": [(*pool, ids(2), ids(2, dtype=torch.int32), None, *tree), (*pool, ids(2), ids(2, dtype=torch.int32), torch.arange(5, dtype=torch.int32), *tree)],
         "accept": [(ids(2, 6), random_tree(2, 6), ids(2, 6), torch.tensor([True, False]), *accepted)],
         "accept_rejection": [(*rejection.values(), *accepted)],
+        "advance": [(ids(2, 6), torch.randn(2, 6, 7), *make_accepted([[0, 2, 4], [0]], 5), ids(2), torch.tensor([True, False]), ids(2, dtype=torch.int32), ids(2), ids(2), ids(2, 6), torch.randn(2, 6, 7))],
         "compact": [(*layers, *make_accepted([[0, 2, 4], [0]], 5))],
     }
 

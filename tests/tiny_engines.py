@@ -12,6 +12,7 @@ from eagle_engine.checkpoint import open_checkpoint
 from eagle_engine.drafter import Drafter, DrafterConfig
 from eagle_engine.target import TargetModel
 from eagle_engine.tree_shape import PLAIN
+from eagle_kernels import HeadTopK, logits_topk
 from tiny_targets import save_directory
 from torch import Tensor
 
@@ -69,6 +70,9 @@ class KnowingDrafter:
         out = torch.zeros(*token_ids.shape, self.hidden_size)
         out[..., 0], out[..., 1] = token_ids, position_ids + 1
         return out
+
+    def head_topk(self, features: Tensor, top_k: int) -> HeadTopK:
+        return logits_topk(self.logits(features), top_k)
 
     def logits(self, features: Tensor) -> Tensor:
         rows = [self.predict(int(row[0]), int(row[1])) for row in features.reshape(-1, self.hidden_size)]

@@ -2,6 +2,7 @@
 
 from .accept import accept
 from .accept_rejection import accept_rejection
+from .advance import advance
 from .ancestor_mask import pack_ancestor_mask, unpack_ancestor_mask
 from .compact import compact
 from .expand import expand
@@ -19,6 +20,7 @@ from .tree_attention import tree_attention
 __all__ = [
     "accept",
     "accept_rejection",
+    "advance",
     "compact",
     "draw_children",
     "embedding",

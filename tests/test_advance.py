@@ -1,0 +1,56 @@
+"""advance, native and in Triton, against its reference."""
+
+import random
+
+import pytest
+import torch
+from eagle_kernels import Accepted, advance, reference
+from eagle_kernels.triton.advance import advance as triton_advance
+from helpers import assert_bad_tensors_refused, assert_exact
+
+NAMES = ("tokens", "features", "active", "seq_lens", "root_tokens", "num_pending", "pending_tokens", "pending_features")
+
+
+def make_arguments(batch: int, nodes: int, width: int, hidden: int, dtype: torch.dtype = torch.float32) -> dict:
+    accepted = Accepted(torch.full((batch, width), -1, dtype=torch.int32), torch.zeros(batch, dtype=torch.int32), torch.randint(0, 99, (batch,)))
+    for b in range(batch):
+        path = [0, *sorted(random.sample(range(1, nodes), random.randint(0, min(nodes, width) - 1)))]
+        accepted.accepted_nodes[b, : len(path)] = torch.tensor(path, dtype=torch.int32)
+        accepted.num_accepted_drafts[b] = len(path) - 1
+    active = torch.rand(batch) < 0.7
+    # What `accept` leaves for an inactive row.
+    accepted.accepted_nodes[~active], accepted.num_accepted_drafts[~active], accepted.bonus_token[~active] = -1, 0, -1
+    return {
+        "tokens": torch.randint(0, 99, (batch, nodes)), "features": torch.randn(batch, nodes, hidden).to(dtype), "accepted": accepted, "active": active,
+        "seq_lens": torch.randint(0, 1000, (batch,), dtype=torch.int32), "root_tokens": torch.full((batch,), -5), "num_pending": torch.full((batch,), -5),
+        "pending_tokens": torch.full((batch, width), -5), "pending_features": torch.full((batch, width, hidden), float("nan"), dtype=dtype),
+    }  # fmt: skip
+
+
+def copied(arguments: dict) -> dict:
+    return {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in arguments.items()}
+
+
+CASES = [(0, 3, 2, 4), (1, 1, 1, 1), (1, 9, 4, 1030), (5, 30, 7, 33), (2, 256, 65, 16), (3, 5, 6, 24)]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("backend", ["native", "triton"])
+def test_matches_reference(backend: str, dtype: torch.dtype, case: tuple[int, int, int, int]) -> None:
+    arguments = make_arguments(*case, dtype)
+    expected = copied(arguments)
+    reference.advance(**expected)
+    if backend == "native":
+        advance(**arguments)
+    else:
+        triton_advance(*(part for name, value in arguments.items() for part in (value if name == "accepted" else (value,))))
+    for name in NAMES:
+        assert_exact(arguments[name], expected[name])
+
+
+def test_bad_tensors_are_refused_by_name() -> None:
+    arguments = make_arguments(2, 5, 3, 8)
+    assert_bad_tensors_refused(advance, arguments, NAMES, any_dtype=("features",), first="tokens")
+    with pytest.raises(ValueError, match=r"^pending_features: expected \[2, 3, 8\] bfloat16"):
+        advance(**(arguments | {"features": arguments["features"].bfloat16()}))

@@ -1,0 +1,231 @@
+"""The captured step, without a GPU: a stand-in for the graph API that counts what is asked of it and runs what was captured, and the step on tensors that only claim to be on CUDA."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+import eagle_kernels
+import pytest
+import torch
+from eagle_engine import EagleConfig, Engine, SamplingParams
+from eagle_engine.graphs import batch_buckets
+from eagle_engine.step import PhaseTimer, run_step
+from torch.utils._python_dispatch import TorchDispatchMode
+from eagle_engine.drafter import Drafter, DrafterConfig
+from eagle_engine.target import TargetModel
+from tiny_engines import TREES, bigram_drafter, drafter_config, make_engine, oracle_drafter, plain_tokens, random_drafter, tiny_target
+from tiny_targets import CASES, random_tokens
+
+
+class CountingGraphs:
+    """GraphApi on the CPU: a replay runs the captured function. A copy to the host shows its result only once it has been waited for, as a real one may."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+
+    def warm_up(self, run: Callable[[], None]) -> None:
+        self.events.append("warm_up")
+        run()
+
+    def capture(self, run: Callable[[], None]) -> Callable[[], None]:
+        self.events.append("capture")
+        run()  # a real capture runs nothing on the device, but allocates; running once more must do no harm
+        return run
+
+    def replay(self, graph: Callable[[], None]) -> None:
+        self.events.append("replay")
+        graph()
+
+    def host_buffer(self, like: torch.Tensor) -> torch.Tensor:
+        return torch.full_like(like, -(10**12))
+
+    def copy_to_host(self, source: torch.Tensor, destination: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        self.events.append("copy")
+        destination.fill_(-(10**12))
+        return source.clone(), destination
+
+    def wait(self, copied: tuple[torch.Tensor, torch.Tensor]) -> None:
+        self.events.append("wait")
+        copied[1].copy_(copied[0])
+
+
+def graphed(target, drafter, **options) -> tuple[Engine, CountingGraphs]:
+    api = CountingGraphs()
+    config = EagleConfig(**(dict(max_model_len=160, page_size=8, max_batch_size=4) | options))
+    return Engine(target, drafter, None, config, eos_token_ids=(), graph_api=api), api
+
+
+@pytest.mark.parametrize("tree", TREES, ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_captured_steps_emit_the_tokens_of_plain_decoding(case: str, tree: str) -> None:
+    target = tiny_target(case)
+    params = [SamplingParams(temperature=0.0, max_tokens=23), SamplingParams(temperature=0.9, top_p=0.9, seed=4, max_tokens=17), SamplingParams(temperature=0.0, max_tokens=1)]
+    prompts = [random_tokens(seed, length) for seed, length in ((1, 11), (2, 5), (3, 30))]
+    expected = [plain_tokens(target, prompt, param) for prompt, param in zip(prompts, params)]
+    drafter = bigram_drafter(target, [prompt + tokens for prompt, tokens in zip(prompts, expected)])
+    engine, _ = graphed(target, drafter, **TREES[tree])
+    outputs = engine.generate(prompts, params)
+    assert [output.token_ids for output in outputs] == expected
+    assert outputs[0].stats.acceptance_length > 1.5
+
+
+def test_one_launch_and_one_copy_per_step_and_the_host_reads_one_step_late() -> None:
+    target = tiny_target("llama")
+    prompt = random_tokens(1, 9)
+    params = SamplingParams(temperature=0.0, max_tokens=20)
+    answer = plain_tokens(target, prompt, params)
+    engine, api = graphed(target, oracle_drafter(target, prompt + answer), **TREES["chain"])
+    assert api.events.count("capture") == api.events.count("warm_up") == len(batch_buckets(4))
+    api.events.clear()
+    output = engine.generate([prompt], params)[0]
+    assert output.token_ids == answer
+    # The step after the last one was on its way already when the host learnt that the answer had ended.
+    steps = output.stats.steps + 1
+    assert api.events == ["replay", "copy"] + ["replay", "copy", "wait"] * (steps - 1)
+
+
+def test_plain_decoding_is_captured_too() -> None:
+    target = tiny_target("llama")
+    prompt = random_tokens(1, 9)
+    params = SamplingParams(temperature=0.0, max_tokens=12)
+    engine, api = graphed(target, random_drafter(target), **TREES["dynamic"])
+    plain = engine.plain()
+    assert plain.generate([prompt], params)[0].token_ids == plain_tokens(target, prompt, params) == engine.generate([prompt], params)[0].token_ids
+    assert api.events.count("capture") == 2 * len(batch_buckets(4))
+
+
+@pytest.mark.parametrize("max_batch, expected", [(1, (1,)), (2, (1, 2)), (4, (1, 2, 4)), (6, (1, 2, 4, 6)), (9, (1, 2, 4, 8, 9))])
+def test_batch_buckets(max_batch: int, expected: tuple[int, ...]) -> None:
+    assert batch_buckets(max_batch) == expected
+
+
+def test_requests_come_and_go_between_steps() -> None:
+    """More requests than slots, answers that end by stop tokens at different times: slots are refilled, moved and padded, and nobody reads another's tokens."""
+    target = tiny_target("llama")
+    prompts = [random_tokens(seed, 3 + 5 * seed % 17) for seed in range(9)]
+    free = [SamplingParams(temperature=0.8, seed=seed, max_tokens=30) for seed in range(9)]
+    texts = [plain_tokens(target, prompt, param) for prompt, param in zip(prompts, free)]
+    params = [SamplingParams(temperature=0.8, seed=seed, max_tokens=30, stop_token_ids=[texts[seed][3 * seed]] if seed % 2 else []) for seed in range(9)]
+    expected = [make_engine(target, None).generate([prompt], param)[0] for prompt, param in zip(prompts, params)]
+    drafter = bigram_drafter(target, [prompt + text for prompt, text in zip(prompts, texts)])
+    engine, _ = graphed(target, drafter, max_batch_size=3, **TREES["dynamic"])
+    outputs = engine.generate(prompts, params)
+    assert [(output.token_ids, output.finish_reason) for output in outputs] == [(output.token_ids, output.finish_reason) for output in expected]
+    assert engine.pages.num_free == engine.pages.num_pages
+
+
+def test_a_stop_token_ends_the_sequence_on_the_device() -> None:
+    target = tiny_target("llama")
+    prompt = random_tokens(1, 9)
+    answer = plain_tokens(target, prompt, SamplingParams(temperature=0.0, max_tokens=20))
+    stop = next(token for i, token in enumerate(answer) if i >= 6 and token not in answer[:i])
+    engine, _ = graphed(target, oracle_drafter(target, prompt + answer), **TREES["chain"])
+    engine.add_request(prompt, SamplingParams(temperature=0.0, max_tokens=20, stop_token_ids=[stop]))
+    ended = []
+    while not ended:
+        ended = engine.step()
+    assert ended[0].token_ids == answer[: answer.index(stop) + 1] and ended[0].finish_reason == "stop"
+    # Without the device's own stop the step that was thrown away would have counted on.
+    assert int(engine.state.output_ring[0, -1]) == len(ended[0].token_ids)
+
+
+def test_dummy_slots_write_to_the_last_page_alone() -> None:
+    target = tiny_target("llama")
+    engine, _ = graphed(target, random_drafter(target), num_pages=24, **TREES["dynamic"])
+    engine.add_request(random_tokens(1, 5), SamplingParams(temperature=0.0, max_tokens=8))
+    engine.add_request(random_tokens(2, 5), SamplingParams(temperature=0.0, max_tokens=8))
+    engine.add_request(random_tokens(3, 5), SamplingParams(temperature=0.0, max_tokens=8))
+    with torch.inference_mode():
+        engine._admit()
+    free = list(engine.pages._free)
+    assert len(free) > 0 and len(engine._running) == 3
+    for cache in (engine.state.target_cache, engine.state.draft_cache):
+        cache[:, :, free] = 7.25
+    while engine.has_unfinished():
+        engine.step()
+    # Three sequences run in the bucket of four. Pages that nobody took are as they were.
+    for cache in (engine.state.target_cache, engine.state.draft_cache):
+        assert (cache[:, :, free] == 7.25).all()
+
+
+class LaunchCounter(TorchDispatchMode):
+    """Names of the operations that compute: not allocations, and not those whose result is a view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.launches: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        name = func.name().split("::")[1].split(".")[0]
+        storages = {tensor.untyped_storage()._cdata for tensor in args if isinstance(tensor, torch.Tensor)}
+        first = result[0] if isinstance(result, (list, tuple)) and result else result
+        is_view = isinstance(first, torch.Tensor) and not func._schema.is_mutable and first.untyped_storage()._cdata in storages
+        if not is_view and "empty" not in name:
+            self.launches[f"{func.namespace}.{name}"] += 1
+        return result
+
+
+def engine_without_data(tree: dict, **options) -> Engine:
+    """An engine as it is on CUDA, weights as rows and activations in bf16, whose tensors hold no data: their device is "meta"."""
+    weights = {}
+    for name, (shape, dtype) in SHAPES.items():
+        weights[name] = torch.empty(shape, dtype=dtype, device="meta")
+    target = TargetModel(CONFIG, weights, 512, deterministic=options.pop("deterministic", False))
+    drafter = None
+    if tree is not None:
+        drafter_config = DrafterConfig.from_dict(DRAFTER_CONFIG)
+        drafter = Drafter(drafter_config, {name: torch.empty(shape) for name, shape in drafter_config.expected_tensors().items()}, target, max_positions=512)
+    return Engine(target, drafter, None, EagleConfig(max_model_len=160, page_size=8, enforce_eager=True, **(tree or {}), **options), eos_token_ids=())
+
+
+def shapes_of_weights(target: TargetModel) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    """Name -> shape and dtype of each weight as it is held on CUDA."""
+    shapes = {}
+    fields = [("embedding", target.embedding), ("final_norm", target.final_norm)] + ([] if target.head is target.embedding else [("head", target.head)])
+    fields += [(f"layers.{i}.{field}", getattr(layer, field)) for i, layer in enumerate(target.layers) for field in type(layer).__slots__]
+    for name, value in fields:
+        if isinstance(value, eagle_kernels.PackedWeight):
+            shapes[name] = (eagle_kernels.unpack_weight(value).shape, torch.bfloat16)
+        elif value is not None:
+            shapes[name] = (value.shape, value.dtype)
+    return shapes
+
+
+CONFIG = tiny_target("llama").config
+SHAPES = shapes_of_weights(tiny_target("llama"))
+DRAFTER_CONFIG = drafter_config(tiny_target("llama"))
+
+# Launches of one step besides those of the target's and the drafter's own layers.
+GLUE_BUDGET = 14
+
+
+@pytest.mark.parametrize("deterministic", [False, True], ids=["fast", "deterministic"])
+@pytest.mark.parametrize("tree", ["plain", *TREES])
+def test_a_step_never_asks_the_host_and_keeps_its_launch_budget(tree: str, deterministic: bool) -> None:
+    """Tensors without data know dtypes, shapes and their device: reading a value, a tensor left on the CPU, or a result whose shape hangs on data raises."""
+    engine = engine_without_data(None if tree == "plain" else TREES[tree], deterministic=deterministic)
+    shape, layers = engine.models.shape, engine.models.target.config.num_layers
+    with torch.inference_mode(), LaunchCounter() as counter:
+        run_step(engine.models, engine.state, 2, PhaseTimer())
+    launches = counter.launches
+    # Per layer: two norms, qkv, rope, attention, o, gate_up, silu, down; then embedding, final norm, head.
+    target_launches = 9 * layers + 3
+    forwards = 1 + sum(level.next_size > 0 for level in shape.levels) if shape.levels else 0
+    # Embedding, concatenation, fc, qkv, rope, attention, o, norm, gate_up, silu, down, addition; head_topk and expand_topk for each level.
+    draft_launches = 12 * forwards + 2 * len(shape.levels)
+    total = sum(launches.values())
+    assert total - target_launches - draft_launches <= GLUE_BUDGET, dict(launches)
+    assert launches["eagle_kernels.rerank"] == launches["eagle_kernels.sample"] == launches["eagle_kernels.accept"] == 1
+    assert launches["eagle_kernels.compact"] == (1 if shape.levels else 0)
+    assert launches["eagle_kernels.expand_topk"] == launches["eagle_kernels.head_topk"] == len(shape.levels)
+
+
+def test_a_step_that_asks_the_host_or_mixes_devices_is_found() -> None:
+    engine = engine_without_data(TREES["dynamic"])
+    with torch.inference_mode(), pytest.raises((RuntimeError, NotImplementedError), match="item|data|meta"):
+        int(engine.state.seq_lens[0])
+    engine.state.seq_lens = torch.zeros(8, dtype=torch.int32)
+    with torch.inference_mode(), pytest.raises((ValueError, RuntimeError), match="device|cpu"):
+        run_step(engine.models, engine.state, 2, PhaseTimer())
