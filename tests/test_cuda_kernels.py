@@ -17,6 +17,7 @@ from test_expand_topk import CASES as EXPAND_CASES
 from test_expand_topk import Case as ExpandCase
 from test_expand_topk import clone_arguments, make_head
 from test_expand_topk import make_inputs as make_expand_inputs
+from test_expand_topk import rows_alone
 from test_rerank import check_tree, make_pool
 
 SEEDS = range(8)
@@ -57,6 +58,7 @@ def test_expand_topk(case: ExpandCase) -> None:
 
 @pytest.mark.parametrize("case", [
     ExpandCase(1, 64, 300, 16, 64, 64, num_words=8, first_row=400),
+    ExpandCase(1, 64, 70, 16, 64, 4096, num_words=65),
     ExpandCase(1, 2, 4096, 1, 10, 10),
     ExpandCase(2, 17, 2000, 32, 40, 200, num_words=4, dtype=torch.bfloat16, hidden_size=33),
 ], ids=str)  # fmt: skip
@@ -75,6 +77,11 @@ def test_expand_topk_of_special_values(rows: list[list[float]], scores: list[flo
     arguments["head"] = make_head(torch.tensor([rows]), tile_size, top_k)
     arguments["frontier_scores"] = torch.tensor([scores])
     check_expand(arguments)
+
+
+def test_expand_topk_rows_do_not_depend_on_each_other() -> None:
+    """Blocks of 4 to 16 warps."""
+    rows_alone(make_expand_inputs(ExpandCase(2, 10, 3000, 8, 6, 10)), lambda **arguments: run("expand_topk", **arguments))
 
 
 def test_expand_topk_copies_strided_features() -> None:

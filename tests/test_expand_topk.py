@@ -1,6 +1,7 @@
 """expand_topk against its reference, byte for byte, and against expand on the logits that the keys were made of."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
@@ -183,6 +184,28 @@ def test_scores_never_rise_above_the_parent() -> None:
     scores = arguments["pool"].scores[:, POOL_OFFSET : POOL_OFFSET + 24].unflatten(1, (8, 3))
     assert (scores <= arguments["frontier_scores"][..., None]).all()
     assert_exact(scores[..., 0], arguments["frontier_scores"])
+
+
+def rows_alone(arguments: dict[str, object], run: Callable[..., object]) -> None:
+    """Each frontier node with its sequence's others and by itself: the same children, bit for bit."""
+    together = clone_arguments(arguments)
+    run(**together)
+    batch, frontier_size, _, top_k = arguments["head"].keys.shape
+    for b in range(batch):
+        for f in range(frontier_size):
+            alone = clone_arguments(arguments) | {
+                name: arguments[name][b : b + 1, f : f + 1].contiguous() for name in ("frontier_scores", "frontier_pool_index", "features", "frontier_mask")
+            }
+            alone |= {"head": HeadTopK(*(tensor[b : b + 1, f : f + 1].contiguous() for tensor in arguments["head"])), "next_size": top_k}
+            alone["pool"] = DraftPool(*(tensor[b : b + 1].contiguous() for tensor in alone["pool"]))
+            run(**alone)
+            slots, own = slice(POOL_OFFSET + f * top_k, POOL_OFFSET + (f + 1) * top_k), slice(POOL_OFFSET, POOL_OFFSET + top_k)
+            for tensor, other in zip(together["pool"], alone["pool"]):
+                assert_exact(other[0, own], tensor[b, slots])
+
+
+def test_rows_do_not_depend_on_each_other() -> None:
+    rows_alone(make_inputs(Case(3, 10, 3000, 8, 6, 10)), expand_topk)
 
 
 def test_ids_outside_the_map_and_padding_give_no_token() -> None:
