@@ -1,6 +1,6 @@
 """Builds the native extension `eagle_kernels._C`. The CPU kernels choose their instruction set at run time, so one build fits every machine of an architecture.
 
-The CUDA kernels are built when torch was built for CUDA, or with FORCE_CUDA=1; the build never looks for a GPU.
+The CUDA kernels are built when torch was built for CUDA; FORCE_CUDA=1 makes it an error if it was not, FORCE_CUDA=0 leaves them out. The build never looks for a GPU.
 """
 
 import os
@@ -37,11 +37,13 @@ CUDA_SOURCES = [
 # No contraction and no fast-math: a fused multiply-add stands where the source says so and nowhere else, which is what makes all code paths agree bit for bit.
 COMPILE_FLAGS = ["-O3", "-std=c++20", "-fopenmp", "-ffp-contract=off", "-fno-math-errno", "-Wall", "-Wno-unknown-pragmas", "-Wno-maybe-uninitialized", "-fvisibility=hidden"]
 NVCC_FLAGS = ["-O3", "-std=c++17", "-fmad=false", "-Werror", "all-warnings", "-Xcompiler", "-Wall,-Wextra"]
-WITH_CUDA = torch.version.cuda is not None or os.environ.get("FORCE_CUDA") == "1"
+WITH_CUDA = {"0": False, "1": True}.get(os.environ.get("FORCE_CUDA"), torch.version.cuda is not None)
 
 
 def gencode_flags() -> list[str]:
     """Every target that the toolkit knows; from 12.8 on it knows Blackwell."""
+    if torch.version.cuda is None:
+        raise SystemExit(f"eagle_kernels: FORCE_CUDA=1: expected a torch that was built for CUDA, got {torch.__version__}")
     if CUDA_HOME is None:
         raise SystemExit("eagle_kernels: expected the CUDA toolkit (nvcc) for a torch that was built for CUDA, got none; set CUDA_HOME")
     text = subprocess.run([os.path.join(CUDA_HOME, "bin", "nvcc"), "--version"], capture_output=True, text=True, check=True).stdout

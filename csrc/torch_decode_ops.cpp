@@ -134,9 +134,10 @@ void expand_topk(const Tensor& keys, const Tensor& max, const Tensor& sum_exp, c
                  Tensor pool_tokens, Tensor pool_scores, Tensor pool_parents, int64_t pool_offset, int64_t top_k, int64_t first_row, OptionalTensor draft_to_target, OptionalTensor choices,
                  Tensor tokens, Tensor scores, Tensor pool_index, Tensor next_features, Tensor next_mask) {
     refuse_recording("expand_topk");
-    check_choices(choices, frontier_scores.size(-1) * top_k, false);
-    eagle::expand_topk(expand_topk_args(kCpu, keys, max, sum_exp, frontier_scores, frontier_pool_index, features, frontier_mask, pool_tokens, pool_scores, pool_parents, pool_offset, top_k, first_row,
-                                        draft_to_target, choices, tokens, scores, pool_index, next_features, next_mask));
+    const eagle::ExpandTopkArgs args = expand_topk_args(kCpu, keys, max, sum_exp, frontier_scores, frontier_pool_index, features, frontier_mask, pool_tokens, pool_scores, pool_parents, pool_offset,
+                                                        top_k, first_row, draft_to_target, choices, tokens, scores, pool_index, next_features, next_mask);
+    check_choices(choices, args.frontier * top_k, false);
+    eagle::expand_topk(args);
 }
 
 void rerank(const Tensor& pool_tokens, const Tensor& pool_scores, const Tensor& pool_parents, const Tensor& root_tokens, const Tensor& seq_lens, OptionalTensor choices, Tensor tokens, Tensor parent,

@@ -1,10 +1,11 @@
 """accept against its reference; sample-exact decoding's output distribution."""
 
 import random
+from collections.abc import Callable
 
 import pytest
 import torch
-from eagle_kernels import accept, reference, sample
+from eagle_kernels import Accepted, accept, reference, sample
 from helpers import assert_bad_tensors_refused, assert_exact, assert_refused, depths, parents_strategy, path_to_root, random_tree
 from hypothesis import given
 from hypothesis import strategies as st
@@ -40,6 +41,50 @@ def test_matches_reference(batch: int, num_nodes: int, vocab_size: int, branchin
     tokens, sampled = torch.randint(0, vocab_size, (2, batch, num_nodes))
     active = torch.rand(batch) < 0.8
     check(tokens, parent, sampled, active, max_depth_of(parent) + random.randrange(3))
+
+
+def check_options(batch: int, num_nodes: int, vocab_size: int, max_depth: int, num_stop_tokens: int, ring_size: int | None, run: Callable[..., Accepted]) -> None:
+    """`run` against the reference with stop tokens and a ring, over four steps of one ring; rows that have stopped stay as they are."""
+    active = torch.rand(batch) < 0.9
+    stop_token_ids = torch.randint(-1, 3 * vocab_size, (batch, num_stop_tokens)) if num_stop_tokens >= 0 else None
+    ring = None if ring_size is None else torch.cat((torch.full((batch, ring_size), -9), torch.randint(0, 100, (batch, 1))), 1)
+    other_active, other_ring = active.clone(), None if ring is None else ring.clone()
+    for _ in range(4):
+        parent = random_tree(batch, num_nodes)
+        tokens, sampled = torch.randint(-1, vocab_size, (2, batch, num_nodes))
+        before = [tokens.clone(), parent.clone(), sampled.clone(), None if stop_token_ids is None else stop_token_ids.clone()]
+        accepted = run(tokens, parent, sampled, active, max_depth, stop_token_ids=stop_token_ids, output_ring=ring)
+        expected = reference.accept(tokens, parent, sampled, other_active, max_depth, stop_token_ids=stop_token_ids, output_ring=other_ring)
+        for tensor, other in zip((*accepted, active, ring, tokens, parent, sampled, stop_token_ids), (*expected, other_active, other_ring, *before)):
+            if tensor is not None:
+                assert_exact(tensor, other)
+
+
+OPTION_CASES = [(3, 1, 3, 0, 1, 1), (5, 26, 2, 6, 2, 7), (4, 64, 2, 5, 40, 6), (4, 65, 1, 8, 0, 30), (6, 40, 2, 7, 3, None), (3, 200, 2, 12, -1, 13)]
+
+
+@pytest.mark.parametrize("batch, num_nodes, vocab_size, max_depth, num_stop_tokens, ring_size", OPTION_CASES)
+def test_stop_tokens_and_ring_match_reference(batch: int, num_nodes: int, vocab_size: int, max_depth: int, num_stop_tokens: int, ring_size: int | None) -> None:
+    check_options(batch, num_nodes, vocab_size, max_depth, num_stop_tokens, ring_size, accept)
+
+
+def test_a_stop_token_ends_emission() -> None:
+    """A chain accepted in full, stopped at each place in turn; the stop token becomes the bonus token."""
+    tokens, parent, sampled = torch.arange(5)[None], random_tree(1, 5, "chain"), torch.arange(1, 6)[None]
+    for stop in range(1, 6):
+        active, ring = torch.tensor([True]), torch.tensor([[-9] * 5 + [3]])
+        accepted = accept(tokens, parent, sampled, active, 4, stop_token_ids=torch.tensor([[-1, stop]]), output_ring=ring)
+        assert accepted.num_accepted_drafts.tolist() == [stop - 1] and accepted.bonus_token.tolist() == [stop]
+        assert accepted.accepted_nodes.tolist() == [[*range(stop), *[-1] * (5 - stop)]]
+        assert active.tolist() == [False] and ring[0, -1] == 3 + stop
+        assert [int(ring[0, (3 + n) % 5]) for n in range(stop)] == list(range(1, stop + 1))
+
+
+def test_no_token_is_no_stop_token() -> None:
+    """-1 pads the list; a row of NaN draws -1, which must not stop it here."""
+    active = torch.tensor([True])
+    accept(torch.tensor([[7]]), torch.tensor([[-1]], dtype=torch.int32), torch.tensor([[-1]]), active, 0, stop_token_ids=torch.tensor([[-1]]))
+    assert active.tolist() == [True]
 
 
 @given(parents=parents_strategy(30), data=st.data())
@@ -127,5 +172,8 @@ def test_bad_input_is_named() -> None:
     }
     call = lambda **tensors: accept(max_depth=3, **tensors)  # noqa: E731
     assert_bad_tensors_refused(call, arguments, list(arguments), first="tokens")
-    for name in ("parent", "sampled", "active"):
+    arguments |= {"stop_token_ids": torch.zeros(2, 3, dtype=torch.int64), "output_ring": torch.zeros(2, 5, dtype=torch.int64)}
+    assert_bad_tensors_refused(call, arguments, ["stop_token_ids", "output_ring"])
+    for name in ("parent", "sampled", "active", "stop_token_ids", "output_ring"):
         assert_refused(name, lambda: call(**(arguments | {name: arguments[name][:1]})))
+    assert_refused("output_ring", lambda: call(**(arguments | {"output_ring": torch.zeros(2, 4, dtype=torch.int64)})))

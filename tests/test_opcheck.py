@@ -6,6 +6,7 @@ from eagle_kernels import pack_weight
 from helpers import make_paged_cache, packed_mask, random_tree
 from test_accept_rejection import make_inputs as make_rejection_inputs
 from test_compact import make_accepted
+from test_expand_topk import make_head
 from test_rope_store_kv import make_rope_table
 from test_sample import make_parameters, make_penalties
 
@@ -32,6 +33,7 @@ def make_cases() -> dict[str, list[tuple[object, ...]]]:
     pool = (torch.zeros(2, 40, dtype=torch.int64), -torch.rand(2, 40).sort(-1).values, torch.full((2, 40), -1, dtype=torch.int32))
     frontier = (torch.empty(2, 5, dtype=torch.int64), torch.empty(2, 5), torch.empty(2, 5, dtype=torch.int32), torch.empty(2, 5, 7), torch.empty(2, 5, 1, dtype=torch.int64))
     expand = (torch.randn(2, 3, 33), torch.randn(2, 3), torch.zeros(2, 3, dtype=torch.int32), torch.randn(2, 3, 7), torch.zeros(2, 3, 1, dtype=torch.int64), *pool, 1, 4, 0)
+    head, expand_topk = make_head(expand[0], 16, 4), expand[1:]
     tree = (torch.empty(2, 6, dtype=torch.int64), *(torch.empty(2, 6, dtype=torch.int32) for _ in range(2)), torch.empty(2, 6, 1, dtype=torch.int64), torch.empty(2, 6, dtype=torch.int64))
     accepted = (torch.empty(2, 6, dtype=torch.int32), torch.empty(2, dtype=torch.int32), torch.empty(2, dtype=torch.int64))
     rejection = make_rejection_inputs(2, 6, 9, "random", 0.0)
@@ -57,8 +59,12 @@ def make_cases() -> dict[str, list[tuple[object, ...]]]:
         "head_topk": [(x, fp32.data, 37, torch.empty(3, 1, 4, dtype=torch.int64), torch.empty(3, 1), torch.empty(3, 1))],
         "logits_topk": [(x, torch.empty(3, 1, 4, dtype=torch.int64), torch.empty(3, 1), torch.empty(3, 1))],
         "expand": [(*expand, None, None, *frontier), (*expand, torch.arange(33), torch.arange(5, dtype=torch.int32), *frontier)],
+        "expand_topk": [(*head, *expand_topk, None, None, *frontier), (*head, *expand_topk, torch.arange(33), torch.arange(5, dtype=torch.int32), *frontier)],
         "rerank": [(*pool, ids(2), ids(2, dtype=torch.int32), None, *tree), (*pool, ids(2), ids(2, dtype=torch.int32), torch.arange(5, dtype=torch.int32), *tree)],
-        "accept": [(ids(2, 6), random_tree(2, 6), ids(2, 6), torch.tensor([True, False]), *accepted)],
+        "accept": [
+            (ids(2, 6), random_tree(2, 6), ids(2, 6), torch.tensor([True, False]), None, None, *accepted),
+            (ids(2, 6), random_tree(2, 6), ids(2, 6), torch.tensor([True, True]), ids(2, 3), ids(2, 9), *accepted),
+        ],
         "accept_rejection": [(*rejection.values(), *accepted)],
         "advance": [(ids(2, 6), torch.randn(2, 6, 7), *make_accepted([[0, 2, 4], [0]], 5), ids(2), torch.tensor([True, False]), ids(2, dtype=torch.int32), ids(2), ids(2), ids(2, 6), torch.randn(2, 6, 7))],
         "compact": [(*layers, *make_accepted([[0, 2, 4], [0]], 5))],

@@ -22,7 +22,6 @@ __global__ void __launch_bounds__(32) accept_kernel(const AcceptArgs a) {
         if (lane == 0) a.num_accepted[b] = 0, a.bonus_token[b] = -1;
         return;
     }
-    __syncwarp();  // lane 0 writes the path over what other lanes cleared; they have read `active` before it changes
 
     const int64_t* tokens = a.tokens + b * a.nodes;
     const int32_t* parent = a.parent + b * a.nodes;
@@ -30,7 +29,8 @@ __global__ void __launch_bounds__(32) accept_kernel(const AcceptArgs a) {
     int64_t* ring = a.output_ring == nullptr ? nullptr : a.output_ring + b * (a.ring_size + 1);
     const uint64_t emitted = ring == nullptr ? 0 : static_cast<uint64_t>(ring[a.ring_size]);
     const int64_t column = ring == nullptr ? 0 : static_cast<int64_t>(emitted % static_cast<uint64_t>(a.ring_size));  // unsigned, so that no counter leads outside the ring
-    __syncwarp();  // all have read the counter before lane 0 advances it
+    // From here on lane 0 writes: the path over what other lanes cleared, and `active` and the counter, which they have read.
+    __syncwarp();
 
     int64_t node = 0, depth = 0, drawn = sampled[0];
     bool stopped = false;

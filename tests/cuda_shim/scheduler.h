@@ -31,8 +31,8 @@ inline cudaError_t check_launch(const cudaLaunchConfig_t& config) {
 
 // A block's shared memory, exactly as large as the launch says (so AddressSanitizer sees the byte after it), with absurd contents.
 inline char* new_shared_memory(size_t bytes) {
-    char* memory = static_cast<char*>(std::aligned_alloc(16, (bytes + 15) / 16 * 16));
-    std::memset(memory, 0xA5, (bytes + 15) / 16 * 16);
+    char* memory = static_cast<char*>(std::malloc(bytes));  // aligned to 16 bytes
+    std::memset(memory, 0xA5, bytes);
     return memory;
 }
 

@@ -32,18 +32,32 @@ struct RelaxedBarrier {
     }
 };
 
+// Two barriers take turns. With one alone, a thread that wakes late from one round would also take in what others released on arriving at the next, and ThreadSanitizer would miss races.
+struct Barrier {
+    pthread_barrier_t turns[2];
+    explicit Barrier(unsigned count) {
+        for (pthread_barrier_t& barrier : turns) pthread_barrier_init(&barrier, nullptr, count);
+    }
+    ~Barrier() {
+        for (pthread_barrier_t& barrier : turns) pthread_barrier_destroy(&barrier);
+    }
+    void wait(unsigned round) { pthread_barrier_wait(&turns[round % 2]); }
+};
+
 struct Warp {
     RelaxedBarrier values_written;
-    pthread_barrier_t barrier;
+    Barrier barrier{32};
     std::atomic<uint64_t> slots[2][32];
 };
 
 struct Block {
     std::deque<Warp> warps;
-    pthread_barrier_t barrier;
-    std::atomic<bool> any[3];
+    Barrier barrier;
+    std::atomic<bool> any[3]{};
     char* shared;
     unsigned index;
+    Block(unsigned threads, size_t shared_bytes, unsigned index_) : warps(threads / 32), barrier(threads), shared(new_shared_memory(shared_bytes)), index(index_) {}
+    ~Block() { std::free(shared); }
 };
 
 struct Start {
@@ -54,14 +68,14 @@ struct Start {
 };
 
 thread_local Block* my_block;
-thread_local unsigned parity, votes;
+thread_local unsigned parity, votes, warp_rounds, block_rounds;
 
 Warp& my_warp() { return my_block->warps[threadIdx.x / 32]; }
 
 void* run_thread(void* argument) {
     const Start& start = *static_cast<Start*>(argument);
     my_block = start.block;
-    parity = votes = 0;
+    parity = votes = warp_rounds = block_rounds = 0;
     threadIdx = dim3(start.thread);
     blockIdx = dim3(start.block->index);
     blockDim = start.config->blockDim;
@@ -80,17 +94,11 @@ cudaError_t launch(const cudaLaunchConfig_t& config, const std::function<void()>
     pthread_attr_setstacksize(&attributes, kStackBytes);
     for (unsigned first = 0; first < config.gridDim.x; first += kLiveBlocks) {
         const unsigned live = std::min(kLiveBlocks, config.gridDim.x - first);
-        std::deque<Block> blocks(live);
+        std::deque<Block> blocks;
         std::deque<Start> starts;
         std::vector<pthread_t> ids;
         for (unsigned i = 0; i < live; ++i) {
-            Block& block = blocks[i];
-            block.index = first + i;
-            block.shared = new_shared_memory(config.dynamicSmemBytes);
-            block.any[0] = block.any[1] = block.any[2] = false;
-            pthread_barrier_init(&block.barrier, nullptr, threads);
-            block.warps.resize(threads / 32);
-            for (Warp& warp : block.warps) pthread_barrier_init(&warp.barrier, nullptr, 32);
+            Block& block = blocks.emplace_back(threads, config.dynamicSmemBytes, first + i);
             for (unsigned thread = 0; thread < threads; ++thread) {
                 starts.push_back({&block, thread, &config, &kernel});
                 ids.emplace_back();
@@ -98,11 +106,6 @@ cudaError_t launch(const cudaLaunchConfig_t& config, const std::function<void()>
             }
         }
         for (const pthread_t id : ids) pthread_join(id, nullptr);
-        for (Block& block : blocks) {
-            for (Warp& warp : block.warps) pthread_barrier_destroy(&warp.barrier);
-            pthread_barrier_destroy(&block.barrier);
-            std::free(block.shared);
-        }
     }
     return cudaSuccess;
 }
@@ -118,8 +121,8 @@ WarpValues exchange(uint64_t value) {
     return values;
 }
 
-void sync_warp() { pthread_barrier_wait(&my_warp().barrier); }
-void sync_block() { pthread_barrier_wait(&my_block->barrier); }
+void sync_warp() { my_warp().barrier.wait(warp_rounds++); }
+void sync_block() { my_block->barrier.wait(block_rounds++); }
 
 // Three votes take turns: the next one is cleared while no thread can have reached it.
 bool sync_block_or(bool value) {
