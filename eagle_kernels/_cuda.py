@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from eagle_kernels.checks import check_tensor, refuse
-from eagle_kernels.triton import accept_rejection, advance, head_topk, rms_norm, rope_store_kv, sample, silu_mul, tree_attention
+from eagle_kernels.triton import accept_rejection, advance, head_topk, noise, rms_norm, rope_store_kv, route_experts, sample, silu_mul, tree_attention
 from eagle_kernels.triton import linear as linear_kernels
 
 
@@ -26,25 +26,27 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, out_features: int, de
         torch.mm(x, weight.t(), out_dtype=torch.float32, out=out)
 
 
+LAUNCHERS = {
+    "accept_rejection": accept_rejection.accept_rejection,
+    "advance": advance.advance,
+    "draw_children": sample.draw_children,
+    "embedding": linear_kernels.embedding,
+    "expert_linear": linear_kernels.expert_linear,
+    "filter_probs": sample.filter_probs,
+    "head_topk": head_topk.head_topk,
+    "linear": linear,
+    "logits_topk": head_topk.logits_topk,
+    "noise": noise.noise,
+    "rms_norm": rms_norm.rms_norm,
+    "rope_store_kv": rope_store_kv.rope_store_kv,
+    "route_experts": route_experts.route_experts,
+    "sample": sample.sample,
+    "silu_mul": silu_mul.silu_mul,
+    "tree_attention": tree_attention.tree_attention,
+}
+
+
 def register() -> None:
-    """Make every op known for CUDA tensors; those in CUDA C++ register themselves when the extension is loaded."""
-    launchers = {
-        "advance": advance.advance,
-        "linear": linear,
-        "expert_linear": linear_kernels.expert_linear,
-        "embedding": linear_kernels.embedding,
-        "route_experts": linear_kernels.route_experts,
-        "rms_norm": rms_norm.rms_norm,
-        "silu_mul": silu_mul.silu_mul,
-        "rope_store_kv": rope_store_kv.rope_store_kv,
-        "tree_attention": tree_attention.tree_attention,
-        "head_topk": head_topk.head_topk,
-        "logits_topk": head_topk.logits_topk,
-        "sample": sample.sample,
-        "filter_probs": sample.filter_probs,
-        "draw_children": sample.draw_children,
-        "noise": sample.noise,
-        "accept_rejection": accept_rejection.accept_rejection,
-    }
-    for name, launcher in launchers.items():
+    """Make the ops known for CUDA tensors; those in CUDA C++ register themselves when the extension is loaded."""
+    for name, launcher in LAUNCHERS.items():
         torch.library.impl(f"eagle_kernels::{name}", "CUDA", launcher)

@@ -53,3 +53,8 @@ for _name in (
     "accept", "accept_rejection", "advance", "compact", "head_topk", "logits_topk",
 ):  # fmt: skip
     torch.library.register_fake(f"eagle_kernels::{_name}", _fake(_name))
+
+if torch.version.cuda is not None:
+    from eagle_kernels import _cuda
+
+    _cuda.register()

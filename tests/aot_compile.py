@@ -56,6 +56,7 @@ def compile_case(case: AotCase, target: int) -> dict[str, object]:
         "shared": kernel.metadata.shared,
         "mma": "+".join(families) or None,
         "wide_loads": len(re.findall(r"\b(?:LDG|LDGSTS)\S*\.128\b", sass)) + len(re.findall(r"\bUTMALDG", sass)),
+        "griddepcontrol": ptx.count("griddepcontrol"),
         "spills": len(re.findall(r"\b(?:LDL|STL)\b", sass)),
     }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import fields
 
 import eagle_kernels
 import pytest
@@ -147,6 +148,15 @@ def test_dummy_slots_write_to_the_last_page_alone() -> None:
     # Three sequences run in the bucket of four. Pages that nobody took are as they were.
     for cache in (engine.state.target_cache, engine.state.draft_cache):
         assert (cache[:, :, free] == 7.25).all()
+
+
+def test_no_buffer_of_a_captured_step_ever_moves() -> None:
+    """A graph keeps addresses: requests come, go and move, and every tensor of the state stays where it was."""
+    target = tiny_target("llama")
+    engine, _ = graphed(target, random_drafter(target), max_batch_size=2, **TREES["dynamic"])
+    before = {field.name: getattr(engine.state, field.name).data_ptr() for field in fields(engine.state)}
+    engine.generate([random_tokens(seed, 5 + seed) for seed in range(5)], SamplingParams(temperature=0.0, max_tokens=7))
+    assert {field.name: getattr(engine.state, field.name).data_ptr() for field in fields(engine.state)} == before
 
 
 class LaunchCounter(TorchDispatchMode):

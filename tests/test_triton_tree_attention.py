@@ -144,6 +144,40 @@ def test_shared_mode_of_a_chain_is_close_but_not_promised_to_be_equal() -> None:
     assert not all(equal)
 
 
+@pytest.mark.parametrize("deterministic", [False, True], ids=["shared", "exact"])
+@pytest.mark.parametrize("seq_len, splits", [(40, 1), (300, 2), (1100, 5)])
+def test_splits_of_very_different_maxima(seq_len: int, splits: int, deterministic: bool) -> None:
+    """A slip in the base of the logarithm, or a split whose weight underflows, shows where one split holds all the mass: each in turn."""
+    case = Case((seq_len,), 2, group=1, deterministic=deterministic)
+    for heavy in range(splits):
+        q, cache, _, mask = make_inputs(case)
+        q.copy_(q.abs())
+        for row in range(seq_len + 2):
+            page, slot = cache.location(0, row)
+            inside = heavy * seq_len // splits <= row < (heavy + 1) * seq_len // splits
+            cache.kv[0, page, slot] = cache.kv[0, page, slot].abs() * (6.0 if inside else -6.0)
+        out, lse = attend(case, q, cache, mask)
+        expected, expected_lse = reference.tree_attention(q.double(), cache.kv, cache.page_table, cache.seq_lens, mask, return_lse=True)
+        own = reference.tree_attention(q, cache.kv, cache.page_table, cache.seq_lens, mask)
+        assert_within(out, expected, own)
+        torch.testing.assert_close(lse.double(), expected_lse, rtol=2e-6, atol=2e-6)
+
+
+def test_offsets_beyond_2_to_the_31() -> None:
+    """A cache of 2.7e9 numbers in each plane; only the pages in use are ever touched, so it takes no memory."""
+    case = Case((70,), 3, num_kv_heads=8, group=1, head_dim=128, page_size=64)
+    q, small, _, mask = make_inputs(case)
+    kv = torch.empty(2, 41_000, 64, 8, 128, dtype=torch.bfloat16)
+    far = PagedCache(kv, small.page_table.clone(), small.seq_lens)
+    for page in range(2):
+        far.page_table[0, page] = 40_990 + 3 * page
+        kv[:, 40_990 + 3 * page] = small.kv[:, small.page_table[0, page]]
+    assert 40_990 * kv.stride(1) > 2**31
+    for deterministic in (False, True):
+        variant = replace(case, deterministic=deterministic)
+        assert_exact(attend(variant, q, far, mask)[0], attend(variant, q, small, mask)[0])
+
+
 def test_bits_do_not_depend_on_the_batch() -> None:
     case = Case((258, 40, 0), 5, deterministic=True)
     q, cache, _, mask = make_inputs(case)

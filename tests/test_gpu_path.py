@@ -1,0 +1,130 @@
+"""The engine as it runs on a GPU, without one: bf16 activations, weights as rows, and the Triton kernels, interpreted, behind the ops. The CUDA C++ kernels are stood in for by their CPU twins, whose
+equality tests/test_cuda_kernels.py shows."""
+
+from __future__ import annotations
+
+import importlib
+from collections import Counter
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import eagle_kernels._cuda as cuda
+import pytest
+import torch
+from eagle_engine import EagleConfig, Engine, SamplingParams
+from eagle_engine.step import PhaseTimer, run_step
+from eagle_kernels import HeadTopK, unpack_weight
+from helpers import assert_exact
+from tiny_engines import bigram_drafter, random_drafter, tiny_target
+from tiny_targets import random_tokens
+
+from eagle_engine.target import TargetModel
+from eagle_kernels._extension import OPS
+from eagle_kernels.linear import PackedWeight
+
+PUBLIC = ("advance", "accept", "compact", "expand", "gumbel_noise", "head_topk", "linear", "rerank", "rms_norm", "rope_store_kv", "sample", "silu_mul", "tree_attention")
+
+
+@pytest.fixture
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter]:
+    """Ops with a Triton kernel go to it, all others where they went. Counts the calls of the former."""
+    calls: Counter[str] = Counter()
+
+    def counted(name: str, launcher):
+        def call(*args) -> None:
+            calls[name] += 1
+            launcher(*args)
+
+        return call
+
+    routed = SimpleNamespace(**{name: counted(name, launcher) for name, launcher in cuda.LAUNCHERS.items()})
+    for name in ("accept", "compact", "expand_topk", "rerank"):
+        setattr(routed, name, getattr(OPS, name))
+    for module in PUBLIC:
+        monkeypatch.setattr(importlib.import_module(f"eagle_kernels.{module}"), "OPS", routed)
+    monkeypatch.setattr(importlib.import_module("eagle_kernels.head_topk"), "empty_head_topk", tiled_head_topk)
+    yield calls
+
+
+def tiled_head_topk(lead: torch.Size, vocab_size: int, top_k: int, tile: int, device: torch.device) -> HeadTopK:
+    """Tiles as on CUDA, full of what must not be read."""
+    tiles = -(-vocab_size // tile)
+    return HeadTopK(torch.full((*lead, tiles, top_k), 2**62), torch.full((*lead, tiles), float("nan")), torch.full((*lead, tiles), float("nan")))
+
+
+def rows_target(case: str, **options) -> TargetModel:
+    """The target of tiny_targets as CUDA holds it, on the CPU."""
+    panels = tiny_target(case, dtype=torch.bfloat16, head_dim=64, **options)
+    weights = {}
+    fields = [("embedding", panels.embedding), ("final_norm", panels.final_norm)] + ([] if panels.head is panels.embedding else [("head", panels.head)])
+    fields += [(f"layers.{i}.{field}", getattr(layer, field)) for i, layer in enumerate(panels.layers) for field in type(layer).__slots__]
+    for name, value in fields:
+        if value is not None:
+            weights[name] = unpack_weight(value) if isinstance(value, PackedWeight) else value
+    return TargetModel(panels.config, weights, panels.max_positions, deterministic=True)
+
+
+def make(target: TargetModel, drafter, **options) -> Engine:
+    return Engine(target, drafter, None, EagleConfig(max_model_len=320, page_size=16, max_batch_size=2, enforce_eager=True, deterministic=True, **options), eos_token_ids=())
+
+
+def steps_with_logits(engine: Engine, prompt: list[int], params: SamplingParams) -> tuple[list[int], dict[int, torch.Tensor], float]:
+    """Tokens, position of each committed token -> the target's logits after it, and the acceptance length."""
+    rows, recorded = {}, {}
+    target, original = engine.models.target, engine.models.target.logits
+
+    def logits(features: torch.Tensor) -> torch.Tensor:
+        rows["last"] = original(features)
+        return rows["last"]
+
+    request_id = engine.add_request(prompt, params)
+    with torch.inference_mode():
+        engine._admit()
+        request = engine._running[0]
+        assert request.request_id == request_id
+        target.logits = logits
+        try:
+            while not request.finished:
+                start = int(engine.state.seq_lens[0])
+                accepted = run_step(engine.models, engine.state, 1, PhaseTimer())
+                for i in range(int(accepted.num_accepted_drafts[0]) + 1):
+                    recorded[start + i] = rows["last"][int(accepted.accepted_nodes[0, i])].clone()
+                engine._deliver([request], engine.state.output_ring[:1])
+        finally:
+            del target.logits
+    return request.token_ids, recorded, request.output().stats.acceptance_length
+
+
+CASES = [
+    pytest.param("llama", {}, dict(temperature=0.0), id="llama-greedy"),
+    pytest.param("qwen3-tied", {}, dict(temperature=0.9, top_p=0.9, seed=3), id="qwen3-sampled", marks=pytest.mark.slow),
+    pytest.param("mistral-window", {}, dict(temperature=0.0), id="mistral-window", marks=pytest.mark.slow),
+    pytest.param("mixtral", {}, dict(temperature=0.7, seed=1), id="mixtral", marks=pytest.mark.slow),
+    pytest.param("llama-tied-biases-linear", {}, dict(temperature=0.0), id="llama-biases", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize("case, options, sampling", CASES)
+def test_tree_logits_and_tokens_are_those_of_plain_decoding_bit_for_bit(interpreted: Counter, case: str, options: dict, sampling: dict) -> None:
+    target = rows_target(case, **options)
+    prompt, params = random_tokens(1, 250), SamplingParams(**sampling, max_tokens=12)
+    tokens, plain_logits, _ = steps_with_logits(make(target, None), prompt, params)
+    drafter = bigram_drafter(target, [prompt + tokens])
+    drafted, tree_logits, acceptance_length = steps_with_logits(make(target, drafter, top_k=2, max_depth=3, num_nodes=6), prompt, params)
+    assert drafted == tokens
+    assert acceptance_length > 1.5
+    assert len(plain_logits) >= 11
+    for position in plain_logits.keys() & tree_logits.keys():
+        assert_exact(tree_logits[position], plain_logits[position])
+    used = {"linear", "embedding", "rms_norm", "silu_mul", "rope_store_kv", "tree_attention", "sample", "advance"}
+    assert used <= {name for name, count in interpreted.items() if count > 0}
+
+
+def test_a_drafter_on_the_triton_kernels(interpreted: Counter) -> None:
+    """A real drafter layer, and head_topk whose tiles expand_topk merges."""
+    target = rows_target("llama", vocab_size=150, hidden_size=64)
+    prompt, params = random_tokens(2, 20), SamplingParams(temperature=0.0, max_tokens=5)
+    tokens, _, _ = steps_with_logits(make(target, None), prompt, params)
+    drafted, _, _ = steps_with_logits(make(target, random_drafter(target, num_attention_heads=1, num_key_value_heads=1), top_k=2, max_depth=2, num_nodes=4), prompt, params)
+    assert drafted == tokens
+    assert interpreted["head_topk"] > 0
