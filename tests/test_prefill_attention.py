@@ -9,6 +9,7 @@ import pytest
 import torch
 from eagle_engine import EagleError, SamplingParams, prefill_attention
 from eagle_engine.loading import engine_device, weights_dtype
+from eagle_engine.target import TargetModel
 from eagle_kernels import pack_weight, tree_attention, unpack_weight
 from helpers import assert_exact, assert_refused, make_paged_cache
 from tiny_engines import make_engine, random_drafter, tiny_target
@@ -51,9 +52,13 @@ def test_equals_tree_attention(flash_attn: list, seq_len: int, window: int) -> N
     assert flash_attn == [(100, seq_len + 100)]
 
 
-@pytest.mark.parametrize("case", ["llama", "mistral-window"])
-def test_a_long_prompt_goes_through_flash_attn_in_large_pieces(flash_attn: list, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
-    target = tiny_target(case, max_positions=1100)
+@pytest.fixture(params=["llama", "mistral-window"])
+def target(request: pytest.FixtureRequest) -> TargetModel:
+    """Made before the stand-in is in place: transformers, which makes the weights, would look into it."""
+    return tiny_target(request.param, max_positions=1100)
+
+
+def test_a_long_prompt_goes_through_flash_attn_in_large_pieces(target: TargetModel, flash_attn: list) -> None:
     prompt, params = random_tokens(3, 700), SamplingParams(temperature=0.0, max_tokens=6)
     expected = make_engine(target, None, max_model_len=800).generate([prompt], params)[0].token_ids
     assert not flash_attn

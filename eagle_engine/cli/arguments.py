@@ -9,7 +9,8 @@ from eagle_engine.config import ACCEPTANCE_RULES, TREES, EagleConfig
 from eagle_engine.errors import EagleError
 from eagle_engine.evaluation import SUITES
 
-DTYPES = ("auto", "float32", "bfloat16")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+DEVICES = ("auto", "cpu", "cuda")
 DEFAULTS = EagleConfig()
 
 
@@ -119,7 +120,10 @@ def _models(sub: argparse.ArgumentParser, batch: bool = True) -> None:
     group = sub.add_argument_group("models")
     group.add_argument("--target", default="demo", metavar="MODEL", help="demo, a Hugging Face directory, a .gguf file or a hub id (default: %(default)s)")
     group.add_argument("--draft", default="auto", metavar="DRAFTER", help="a drafter directory, a hub id, none (plain decoding), or auto: the demo's with the demo target (default: %(default)s)")
-    group.add_argument("--dtype", choices=DTYPES, default="auto", help="of the weights; auto: float32 for float32 checkpoints, else bfloat16")
+    group.add_argument("--dtype", choices=DTYPES, default="auto", help="of the weights; auto: float32 for float32 checkpoints on the CPU, float16 for float16 ones on CUDA, else bfloat16")
+    group.add_argument("--device", choices=DEVICES, default="auto", help="auto: CUDA where there is a GPU (default: %(default)s)")
+    group.add_argument("--deterministic", action="store_true", help="CUDA: kernels whose results do not depend on the number of rows, so that the tokens are those of plain decoding bit for bit; the CPU has no others")
+    group.add_argument("--enforce-eager", action="store_true", help="run every step from Python instead of replaying a recording or a captured graph")
     vocab = "draft only the N most frequent tokens, or those in a file; all; auto: the most frequent for the demo's drafter, else all"
     group.add_argument("--draft-vocab", type=_draft_vocab, default="auto", metavar="N|FILE|all", help=vocab)
     group.add_argument("--threads", type=int, metavar="N", help="default: one for each core")

@@ -16,11 +16,11 @@ from eagle_engine.errors import EagleError
 class TransformersBaseline:
     """The parent's side: one line of JSON to the child and one back for each answer."""
 
-    def __init__(self, args: argparse.Namespace, dtype: str, threads: int) -> None:
+    def __init__(self, args: argparse.Namespace, dtype: str, threads: int, device: str) -> None:
         from eagle_engine.demo import demo_target_path
 
         target = demo_target_path() if args.target == "demo" else args.target
-        self._command = [sys.executable, "-m", "eagle_engine.cli.baseline", str(target), dtype.removeprefix("torch."), str(threads)]
+        self._command = [sys.executable, "-m", "eagle_engine.cli.baseline", str(target), dtype.removeprefix("torch."), str(threads), device]
 
     def __enter__(self) -> TransformersBaseline:
         note("loading the same weights into transformers")
@@ -124,12 +124,12 @@ def answer(model, prompt: list[int], num_tokens: int) -> list[int]:
     import torch
 
     with torch.inference_mode():
-        ids = torch.tensor([prompt])
+        ids = torch.tensor([prompt], device=model.device)
         result = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_tokens, min_new_tokens=num_tokens)
     return result[0, len(prompt) :].tolist()
 
 
-def serve(target: str, dtype: str, threads: str) -> None:
+def serve(target: str, dtype: str, threads: str, device: str) -> None:
     """The child's side: "ready", then the seconds of each answer."""
     replies, sys.stdout = sys.stdout, sys.stderr
 
@@ -142,7 +142,7 @@ def serve(target: str, dtype: str, threads: str) -> None:
 
         transformers.logging.set_verbosity_error()
         torch.set_num_threads(int(threads))
-        model = load_model(target, getattr(torch, dtype))
+        model = load_model(target, getattr(torch, dtype)).to(device)
         reply({"ready": True})
         for line in sys.stdin:
             request = json.loads(line)

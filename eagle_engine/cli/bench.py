@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
     failures: list[tuple[str, str]] = []
     num_different = 0
     with ExitStack() as stack:
-        reference = stack.enter_context(TransformersBaseline(args, str(engine.models.target.dtype), torch.get_num_threads())) if args.baseline else None
+        reference = stack.enter_context(TransformersBaseline(args, str(engine.models.target.dtype), torch.get_num_threads(), engine.models.target.device.type)) if args.baseline else None
         warm_up = SamplingParams(temperature=0.0, max_tokens=min(params.max_tokens, 16), ignore_eos=True)
         for one in filter(None, (plain_engine, speculative_engine)):
             one.generate([encoded[0]], warm_up)

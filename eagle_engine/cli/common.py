@@ -55,11 +55,13 @@ def load_engine(args: argparse.Namespace):
         acceptance=args.acceptance,
         max_model_len=args.max_model_len,
         max_batch_size=args.batch_size,
+        deterministic=args.deterministic,
+        enforce_eager=args.enforce_eager,
     )
     from eagle_engine.engine import Engine
 
     return Engine.from_pretrained(
-        args.target, args.draft, dtype=args.dtype, draft_vocab=args.draft_vocab, threads=args.threads, progress=show_progress(), config=config
+        args.target, args.draft, device=args.device, dtype=args.dtype, draft_vocab=args.draft_vocab, threads=args.threads, progress=show_progress(), config=config
     )
 
 
@@ -106,13 +108,17 @@ def encode_turns(engine, turns: list[str], *, raw: bool, system: str | None = No
 
 
 def describe_models(args: argparse.Namespace, engine) -> str:
-    """One line: target, dtype, threads, kernels, tree."""
+    """One line: target, dtype, device or threads and kernels, tree."""
     import torch
 
     import eagle_kernels
 
     dtype = str(engine.models.target.dtype).removeprefix("torch.")
-    text = f"target {args.target}, {dtype}, {torch.get_num_threads()} thread{'s' if torch.get_num_threads() > 1 else ''} ({eagle_kernels.isa()})"
+    if engine.models.target.device.type == "cuda":
+        where = torch.cuda.get_device_name() + (", deterministic" if engine.config.deterministic else "")
+    else:
+        where = f"{torch.get_num_threads()} thread{'s' if torch.get_num_threads() > 1 else ''} ({eagle_kernels.isa()})"
+    text = f"target {args.target}, {dtype}, {where}"
     if engine.models.drafter is None:
         return text
     config, shape = engine.config, engine.models.shape

@@ -107,12 +107,13 @@ def logits_after(target: TargetModel, token_ids: list[int], chunk: int = 256, pa
     """The target's logits [V] after a sequence, from a prefill into a cache of its own."""
     config = target.config
     pages = -(-len(token_ids) // page_size)
-    cache = make_kv_cache(config.num_layers, pages, page_size, config.num_kv_heads, config.head_dim, torch.float32)
-    page_table = torch.arange(pages, dtype=torch.int32)[None]
+    device = target.device
+    cache = make_kv_cache(config.num_layers, pages, page_size, config.num_kv_heads, config.head_dim, target.activation_dtype, device)
+    page_table = torch.arange(pages, dtype=torch.int32, device=device)[None]
     for start in range(0, len(token_ids), chunk):
-        tokens = torch.tensor([token_ids[start : start + chunk]])
-        position_ids = torch.arange(start, start + tokens.shape[1])[None]
-        features = target.forward(tokens, position_ids, cache, torch.tensor([start], dtype=torch.int32), page_table)
+        tokens = torch.tensor([token_ids[start : start + chunk]], device=device)
+        position_ids = torch.arange(start, start + tokens.shape[1], device=device)[None]
+        features = target.forward(tokens, position_ids, cache, torch.tensor([start], dtype=torch.int32, device=device), page_table)
     return target.logits(features[0, -1:])[0]
 
 
