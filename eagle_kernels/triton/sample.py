@@ -13,7 +13,7 @@ OPTIONS = {"num_warps": 16, "num_stages": 1, "enable_fp_fusion": False}
 
 
 def _constants(mode: int, adjust: bool) -> dict:
-    return {"MODE": mode, "ADJUST": adjust, "BLOCK": 2048, "NUM_THRESHOLDS": 4}
+    return {"MODE": mode, "ADJUST": adjust, "BLOCK": 2048, "CAPACITY": 4096, "NUM_THRESHOLDS": 4}
 
 
 def _check_rows(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> None:
@@ -30,10 +30,13 @@ def _launch(mode: int, logits: Tensor, parameters: tuple[Tensor, ...], keys: tup
         return
     adjust = any(tensor is not None for tensor in adjustments[:4])
     pointers = [logits if tensor is None else tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor for tensor in adjustments]
+    constants = _constants(mode, adjust)
+    list_z = torch.empty(logits.shape[0], constants["CAPACITY"], dtype=torch.float32, device=logits.device)
+    list_ids = torch.empty_like(list_z, dtype=torch.int32)
     has = [int(tensor is not None) for tensor in adjustments]
     _sample_kernel[(logits.shape[0],)](
-        logits, *parameters, *keys, *pointers, out, logits if log_probs is None else log_probs, logits.stride(0), logits.shape[1], int(min_p_first), lanes, count, *has, int(log_probs is not None),
-        **_constants(mode, adjust), **OPTIONS,
+        logits, *parameters, *keys, *pointers, out, logits if log_probs is None else log_probs, list_z, list_ids, logits.stride(0), logits.shape[1], int(min_p_first), lanes, count, *has,
+        int(log_probs is not None), **constants, **OPTIONS,
     )  # fmt: skip
 
 
@@ -90,7 +93,7 @@ def aot_cases() -> list[AotCase]:
         constants = _constants(mode.value, adjust)
         signature = {"logits_ptr": "*fp32", "temperature_ptr": "*fp32", "top_k_ptr": "*i32", "top_p_ptr": "*fp32", "min_p_ptr": "*fp32", "seeds_ptr": "*i64", "positions_ptr": "*i64"}
         signature |= {"bias_ptr": "*fp32", "repetition_ptr": "*fp32", "presence_ptr": "*fp32", "frequency_ptr": "*fp32", "prompt_ptr": "*u8", "counts_ptr": "*i32"}
-        signature |= {"out_ptr": "*fp32" if mode is PROBS else "*i64", "log_probs_ptr": "*fp32"}
+        signature |= {"out_ptr": "*fp32" if mode is PROBS else "*i64", "log_probs_ptr": "*fp32", "list_z_ptr": "*fp32", "list_ids_ptr": "*i32"}
         pointers = tuple(signature)
         flags = ("has_bias", "has_repetition", "has_presence", "has_frequency", "has_prompt", "has_counts", "has_log_probs")
         signature |= {"stride_x": "i64", "vocab_size": "i32", "min_p_first": "i32", "lanes": "i32", "count": "i32"} | dict.fromkeys(flags, "i32") | dict.fromkeys(constants, "constexpr")
