@@ -1,4 +1,4 @@
-"""The CUDA kernels under ThreadSanitizer (real threads, blocks live together) and AddressSanitizer (fibers): clean as they are, caught when a bug is planted in their source."""
+"""The CUDA kernels under ThreadSanitizer (real threads, blocks live together) and AddressSanitizer with UndefinedBehaviorSanitizer (fibers): clean as they are, caught when a bug is planted in their source."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -30,6 +30,7 @@ class Planted(NamedTuple):
         return "data race" if self.kind == "tsan" else "AddressSanitizer: heap-buffer-overflow"
 
 
+# fmt: off
 PLANTED = [
     Planted("expand_topk", "ranks before all keys are there", "tsan", "    __syncthreads();\n\n    if (a.choices != nullptr) {", "    if (a.choices != nullptr) {"),
     Planted("expand_topk", "one node too many", "asan", "if (rank < next_size) chosen[rank] = c;", "if (rank <= next_size) chosen[rank] = c;"),
@@ -42,9 +43,14 @@ PLANTED = [
     Planted("accept", "one node too deep", "asan", "return stopped || depth == a.max_depth;", "return stopped || depth > a.max_depth;"),
     Planted("accept", "one column beyond the ring", "asan", "column + depth < a.ring_size ?", "column + depth <= a.ring_size + 1 ?"),
     Planted("compact", "overlapping copy without waiting for the reads", "tsan", "    __syncthreads();  // every source has been read\n", ""),
-    Planted("compact", "overlapping copy without staging", "tsan", "if (source >= 0) staged[item] =", "if (source >= 0) reinterpret_cast<Vector*>(cache + to[item / vectors])[item % vectors] = staged[item] ="),
+    Planted(
+        "compact", "overlapping copy without staging", "tsan",
+        "if (source >= 0) staged[item] =", "if (source >= 0) reinterpret_cast<Vector*>(cache + to[item / vectors])[item % vectors] = staged[item] =",
+    ),
+    Planted("compact", "two blocks move the same rows", "tsan", "plane = rest / batch,", "plane = rest / batch / 2,"),
     Planted("compact", "a row too many", "asan", "i < moves; i += blockDim.x", "i <= moves; i += blockDim.x"),
 ]
+# fmt: on
 
 
 def expand_topk_run(run: Callable[[shim.Case], None]) -> None:
