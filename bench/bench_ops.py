@@ -1,4 +1,4 @@
-"""The small ops of a step (sample, expand, rerank, accept, compact, rms_norm, silu_mul, rope_store_kv) against PyTorch, at the shapes of two models.
+"""The small ops of a step (sample, expand, expand_topk, rerank, accept, compact, rms_norm, silu_mul, rope_store_kv) against PyTorch, at the shapes of two models.
 
 Everything is warm (in a step these ops read what the op before them wrote), so the share of the memory's bandwidth can pass 100 %. Launch cost is included; each
 sample repeats the call for about a millisecond. Where no single PyTorch expression does the same (accept), there is no comparison.
@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from eagle_kernels import DraftPool, accept, compact, expand, rerank, rms_norm, rope_store_kv, sample, silu_mul
+from eagle_kernels import DraftPool, HeadTopK, accept, compact, expand, expand_topk, rerank, rms_norm, rope_store_kv, sample, silu_mul
 from timing import COLUMNS, columns, header, measure_ceilings, measures, median_seconds, parse_args, print_json, repeat
 from torch.nn import functional
 
@@ -136,6 +136,12 @@ def tree_cases(s: Shape) -> list[Case]:
         best, chosen = (values + scores[:, :, None]).flatten(1).topk(k)
         return ids, best, features.gather(1, (chosen // k)[:, :, None].expand(-1, -1, s.hidden))
 
+    head = head_topk(logits, k)
+
+    def expand_topk_torch():
+        best, chosen = (head.keys[:, :, 0].float() + scores[:, :, None]).flatten(1).topk(k)
+        return best, features.gather(1, (chosen // k)[:, :, None].expand(-1, -1, s.hidden))
+
     root, seq_lens = torch.tensor([5]), torch.tensor([PREFIX], dtype=torch.int32)
     tree = rerank(pool, root, seq_lens, s.nodes)
     # The target draws the first child everywhere: the longest walk.
@@ -143,6 +149,7 @@ def tree_cases(s: Shape) -> list[Case]:
     for node in range(s.nodes - 1, 0, -1):
         sampled[0, tree.parent[0, node]] = tree.tokens[0, node]
     active = torch.ones(1, dtype=torch.bool)
+    stops, ring = torch.full((1, 4), -1), torch.zeros(1, 65, dtype=torch.int64)  # no stop token, so that every call walks the whole path
     pages = -(-(PREFIX + s.nodes) // PAGE_SIZE)
     cache = torch.randn(s.layers, 2, pages, PAGE_SIZE, s.kv_heads, s.head_dim)
     page_table = torch.randperm(pages, dtype=torch.int32)[None]
@@ -158,10 +165,21 @@ def tree_cases(s: Shape) -> list[Case]:
     moved = 2 * ACCEPTED * rows[:, :, 0].nbytes
     return [
         Case("expand", lambda: expand(logits, scores, index, features, mask, scratch, k, k, first_row=k, next_size=k), expand_torch, logits.nbytes, 0),
+        Case("expand_topk", lambda: expand_topk(head, scores, index, features, mask, scratch, k, k, first_row=k, next_size=k), expand_topk_torch, head.keys.nbytes + 2 * k * features[0, 0].nbytes, 0),
         Case("rerank", lambda: rerank(pool, root, seq_lens, s.nodes), lambda: pool.scores.topk(s.nodes - 1).indices.sort(), 16 * pool_size, 0),
         Case("accept", lambda: accept(tree.tokens, tree.parent, sampled, active, s.max_depth), None, 20 * s.nodes, 0),
+        Case("accept with stops and ring", lambda: accept(tree.tokens, tree.parent, sampled, active, s.max_depth, stop_token_ids=stops, output_ring=ring), None, 20 * s.nodes, 0),
         Case("compact", lambda: compact(cache, page_table, seq_lens, accepted, count), compact_torch, moved, 0),
     ]
+
+
+def head_topk(logits: torch.Tensor, top_k: int) -> HeadTopK:
+    """What the head keeps of logits [1, F, V], as one tile."""
+    values, ids = logits.topk(top_k)
+    bits = (values + 0.0).view(torch.int32)
+    keys = ((bits ^ ((bits >> 31) & 0x7FFFFFFF)).long() << 32) | (0xFFFFFFFF - ids)
+    greatest = values[..., :1]
+    return HeadTopK(keys[:, :, None].contiguous(), greatest.contiguous(), (logits - greatest).exp().sum(-1, keepdim=True))
 
 
 def layer_cases(s: Shape) -> list[Case]:

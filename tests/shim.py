@@ -24,7 +24,7 @@ FLAGS = ["-std=c++17", "-O2", "-g", "-ffp-contract=off", "-Wall", "-Wextra", "-W
 KINDS = {
     "fibers": ("fibers.cpp", ["-fPIC", "-shared"]),
     "threads": ("threads.cpp", ["-fPIC", "-shared"]),
-    "asan": ("fibers.cpp", ["-fsanitize=address", "-DEAGLE_SHIM_MAIN"]),
+    "asan": ("fibers.cpp", ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-DEAGLE_SHIM_MAIN"]),
     "tsan": ("threads.cpp", ["-fsanitize=thread", "-DEAGLE_SHIM_MAIN"]),
 }
 GUARD = 64  # bytes before and behind each buffer
@@ -163,7 +163,8 @@ def expand_topk_case(
     poison(frontier)
     batch, nodes, tiles, _ = head.keys.shape
     item = features.element_size()
-    sizes = [batch, nodes, tiles, 0 if draft_to_target is None else len(draft_to_target), features.shape[2] * item, frontier_mask.shape[2], pool.tokens.shape[1], pool_offset, top_k, first_row, next_size]
+    draft_vocab = 0 if draft_to_target is None else len(draft_to_target)
+    sizes = [batch, nodes, tiles, draft_vocab, features.shape[2] * item, frontier_mask.shape[2], pool.tokens.shape[1], pool_offset, top_k, first_row, next_size]
     strides = [features.stride(0) * item, features.stride(1) * item]
     return [*head, frontier_scores, frontier_pool_index, features, frontier_mask, draft_to_target, choices, *pool, *frontier, *sizes, *strides], frontier
 

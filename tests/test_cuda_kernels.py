@@ -205,7 +205,8 @@ def check_compact(cache, paths: list[list[int] | None], max_depth: int, seed: in
 ], ids=str)  # fmt: skip
 def test_compact(case: CompactCase) -> None:
     """Rows of 1, 2, 12, 36 bytes and multiples of 16; rows longer than a slice; as many accepted rows as there can be."""
-    cache = make_paged_cache(case.seq_lens, case.num_nodes, case.page_size, case.num_kv_heads, case.head_dim, dtype=case.dtype, layers=case.layers, poison=float("nan") if case.dtype.is_floating_point else 99)
+    options = {"dtype": case.dtype, "layers": case.layers, "poison": float("nan") if case.dtype.is_floating_point else 99}
+    cache = make_paged_cache(case.seq_lens, case.num_nodes, case.page_size, case.num_kv_heads, case.head_dim, **options)
     check_compact(cache, [random_path(case.num_nodes, case.max_depth) for _ in case.seq_lens], case.max_depth)
 
 

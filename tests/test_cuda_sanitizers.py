@@ -1,4 +1,4 @@
-"""The CUDA kernels under ThreadSanitizer (real threads, blocks live together) and AddressSanitizer (fibers): clean as they are, caught when a bug is planted in their source."""
+"""The CUDA kernels under ThreadSanitizer (real threads, blocks live together) and AddressSanitizer with UndefinedBehaviorSanitizer (fibers): clean as they are, caught when a bug is planted in their source."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -30,10 +30,11 @@ class Planted(NamedTuple):
         return "data race" if self.kind == "tsan" else "AddressSanitizer: heap-buffer-overflow"
 
 
+# fmt: off
 PLANTED = [
     Planted("expand_topk", "ranks before all keys are there", "tsan", "    __syncthreads();\n\n    if (a.choices != nullptr) {", "    if (a.choices != nullptr) {"),
     Planted("expand_topk", "one node too many", "asan", "if (rank < next_size) chosen[rank] = c;", "if (rank <= next_size) chosen[rank] = c;"),
-    Planted("expand_topk", "a tile too many", "asan", "t < tiles; t += 32) greatest", "t <= tiles; t += 32) greatest"),
+    Planted("expand_topk", "a tile too many", "asan", "t < tiles ? max[t]", "t <= tiles ? max[t]"),
     Planted("rerank", "no barrier in pointer doubling", "tsan", "        __syncthreads();  // all have read before any writes again\n", ""),
     Planted("rerank", "counts reused too early", "tsan", "        __syncthreads();  // counts have been read\n", ""),
     Planted("rerank", "a candidate too many", "asan", "i < a.pool; i += kRerankThreads", "i <= a.pool; i += kRerankThreads"),
@@ -42,13 +43,19 @@ PLANTED = [
     Planted("accept", "one node too deep", "asan", "return stopped || depth == a.max_depth;", "return stopped || depth > a.max_depth;"),
     Planted("accept", "one column beyond the ring", "asan", "column + depth < a.ring_size ?", "column + depth <= a.ring_size + 1 ?"),
     Planted("compact", "overlapping copy without waiting for the reads", "tsan", "    __syncthreads();  // every source has been read\n", ""),
-    Planted("compact", "overlapping copy without staging", "tsan", "if (source >= 0) staged[item] =", "if (source >= 0) reinterpret_cast<Vector*>(cache + to[item / vectors])[item % vectors] = staged[item] ="),
+    Planted(
+        "compact", "overlapping copy without staging", "tsan",
+        "if (source >= 0) staged[item] =", "if (source >= 0) reinterpret_cast<Vector*>(cache + to[item / vectors])[item % vectors] = staged[item] =",
+    ),
+    Planted("compact", "two blocks move the same rows", "tsan", "plane = rest / batch,", "plane = rest / batch / 2,"),
     Planted("compact", "a row too many", "asan", "i < moves; i += blockDim.x", "i <= moves; i += blockDim.x"),
 ]
+# fmt: on
 
 
 def expand_topk_run(run: Callable[[shim.Case], None]) -> None:
-    arguments = make_expand_inputs(ExpandCase(2, 6, 200, 8, 5, 7, dtype=torch.bfloat16, hidden_size=24))
+    """33 tiles, so that a lane that minds several can look one too far."""
+    arguments = make_expand_inputs(ExpandCase(2, 6, 264, 8, 5, 7, dtype=torch.bfloat16, hidden_size=24))
     expected_arguments = clone_arguments(arguments)
     case, result = shim.expand_topk_case(**arguments)
     run(case)
@@ -141,7 +148,7 @@ def test_every_kernel_has_a_planted_race_and_a_planted_overflow() -> None:
 
 @pytest.mark.parametrize("kernel, text, bug", [
     ("expand_topk", "    __syncthreads();\n\n    for (int j = warp_id();", "    if (warp_id() > 0) __syncthreads();\n\n    for (int j = warp_id();"),
-    ("expand_topk", "const float greatest = greatest_of(max, tiles);", "const float greatest = lane < 31 ? greatest_of(max, tiles) : max[0];"),
+    ("expand_topk", "const float greatest = scan_tiles(keys, max, tiles, top_k, mine);", "const float greatest = lane < 31 ? scan_tiles(keys, max, tiles, top_k, mine) : max[0];"),
 ], ids=["block", "warp"])  # fmt: skip
 def test_a_barrier_that_not_all_threads_reach_is_reported(kernel: str, text: str, bug: str, tmp_path: Path) -> None:
     program = shim.build("asan", kernel, (text, bug))

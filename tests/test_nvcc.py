@@ -4,6 +4,7 @@ After a change that is meant, `python tests/nvcc_resources.py` rewrites the tabl
 """
 
 import json
+import re
 import subprocess
 from pathlib import Path
 
@@ -74,6 +75,16 @@ def test_a_spill_and_a_warning_are_seen(tmp_path: Path) -> None:
     source.write_text("__global__ void warning_kernel(int* x) { int unused; x[0] = 1; }")
     with pytest.raises(AssertionError, match="unused"):
         nvcc.measure(["90a"], [str(source)])
+
+
+@needs_nvcc
+@pytest.mark.parametrize("source, num_copies", [("csrc/cuda/compact.cu", 1), ("csrc/cuda/expand_topk.cu", 8)])
+def test_copies_are_16_bytes_wide(source: str, num_copies: int, tmp_path: Path) -> None:
+    """And independent: the loads of an unrolled copy stand together, before the stores."""
+    ptx = tmp_path / "out.ptx"
+    subprocess.run([nvcc.nvcc(), *nvcc.setup_value("NVCC_FLAGS"), "-gencode=arch=compute_90a,code=compute_90a", "-ptx", nvcc.ROOT / source, "-o", ptx], check=True)
+    wide = re.findall(r"(ld|st)\.global\.(?:nc\.)?v4", ptx.read_text())
+    assert " ".join(["ld"] * num_copies + ["st"] * num_copies) in " ".join(wide), wide
 
 
 @needs_nvcc

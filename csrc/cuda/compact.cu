@@ -14,8 +14,9 @@ struct CompactLaunch {
 };
 
 // One block per (plane, sequence, slice of a row's bytes); plane = K or V of a layer. Grid = layers * 2 * batch * num_slices.
-// The block loads its slice of all accepted rows into shared memory, then a barrier, then it stores them. The order is safe: destinations may be sources of other rows (node 3 -> row 2 while node 4 -> row 3), but all sources of
-// these bytes have been read at the barrier, and no other block touches these bytes: slices and planes are disjoint, and so are the pages of the tentative rows of two sequences.
+// The block loads its slice of all accepted rows into shared memory, then a barrier, then it stores them. The order is safe: destinations may be sources of other rows (node 3 -> row 2
+// while node 4 -> row 3), but all sources of these bytes have been read at the barrier, and no other block touches these bytes: slices and planes are disjoint, and so are the pages of
+// the tentative rows of two sequences.
 // Assumes row_bytes, slice_bytes and kv_cache to be multiples of sizeof(Vector). Rows whose page is outside the cache or the table are not moved.
 template <typename Vector>
 __global__ void __launch_bounds__(kCompactThreads) compact_kernel(const CompactLaunch launched) {
@@ -24,15 +25,15 @@ __global__ void __launch_bounds__(kCompactThreads) compact_kernel(const CompactL
     const unsigned slice = blockIdx.x % launched.num_slices, rest = blockIdx.x / launched.num_slices, batch = static_cast<unsigned>(a.batch);
     const int64_t b = rest % batch, plane = rest / batch, slice_start = static_cast<int64_t>(slice) * launched.slice_bytes;
     const unsigned page_size = static_cast<unsigned>(a.page_size);
-    const int32_t* nodes = a.accepted_nodes + b * a.width;                                                      // [width]
-    const int32_t* pages = a.page_table + b * a.max_pages;                                                      // [max_pages]
+    const int32_t* nodes = a.accepted_nodes + b * a.width;  // [width]
+    const int32_t* pages = a.page_table + b * a.max_pages;  // [max_pages]
     char* cache = a.kv_cache + plane * a.pages * a.page_size * a.row_bytes + slice_start;  // [pages, page_size, row_bytes] of this plane, from this slice on
     const int64_t moves = a.num_accepted[b] < a.width - 1 ? a.num_accepted[b] : a.width - 1;
     if (nodes[0] < 0 || moves <= 0) return;
 
-    int64_t* from = reinterpret_cast<int64_t*>(shared_memory());                                                // [width], byte offsets; -1: this row stays where it is
-    int64_t* to = from + a.width;                                                                               // [width]
-    Vector* staged = reinterpret_cast<Vector*>(shared_memory() + 16 * a.width);                                 // [moves, vectors]
+    int64_t* from = reinterpret_cast<int64_t*>(shared_memory());  // [width], byte offsets; -1: this row stays where it is
+    int64_t* to = from + a.width;  // [width]
+    Vector* staged = reinterpret_cast<Vector*>(shared_memory() + 16 * a.width);  // [moves, vectors]
     const auto offset = [&](int64_t row) -> int64_t {
         const unsigned entry = static_cast<unsigned>(row) / page_size, slot = static_cast<unsigned>(row) % page_size;
         if (row < 0 || row > INT32_MAX || entry >= a.max_pages || pages[entry] < 0 || pages[entry] >= a.pages) return -1;

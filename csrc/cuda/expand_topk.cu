@@ -38,30 +38,41 @@ __device__ static float log_sum_exp(const float* max, const float* sum_exp, int 
     return greatest + fp32_log(__shfl_sync(kFullMask, sum, 0));
 }
 
-__device__ static float greatest_of(const float* max, int tiles) {
+// One pass over the tiles of a row: the greatest logit (to all lanes), and each lane's best first key among every 32nd tile. Eight tiles at a time, so that sixteen loads are in flight.
+__device__ static float scan_tiles(const int64_t* keys, const float* max, int tiles, int top_k, Best& mine) {
     float greatest = -INFINITY;
-    for (int t = lane_id(); t < tiles; t += 32) greatest = max[t] > greatest ? max[t] : greatest;
+    mine = {kPaddingKey, 0};
+    for (int first = lane_id(); first < tiles; first += 256) {
+        int64_t first_keys[8];
+        float maxima[8];
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            const int t = first + 32 * i;
+            first_keys[i] = t < tiles ? keys[static_cast<int64_t>(t) * top_k] : kPaddingKey;
+            maxima[i] = t < tiles ? max[t] : -INFINITY;
+        }
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            if (first_keys[i] > mine.key) mine = {first_keys[i], first + 32 * i};
+            if (maxima[i] > greatest) greatest = maxima[i];
+        }
+    }
     return value_of_key(static_cast<int64_t>(__reduce_max_sync(kFullMask, ordered(greatest))) * (int64_t{1} << 32));
 }
 
-// The top_k best keys of a row, descending: the r-th to lane r % 32, in first (r < 32) or second. They lie in the top_k tiles with the best first keys, so of the other
-// tiles only the first key is read; then the lists of those tiles are merged, at most two a lane. A lane minds every 32nd tile; when its best one is taken, all lanes together look for its next.
-__device__ static void best_keys(const int64_t* keys, int tiles, int top_k, int64_t& first, int64_t& second) {
+// The top_k best keys of a row, descending: the r-th to lane r % 32, in first (r < 32) or second. They lie in the top_k tiles with the best first keys, so of the other tiles only the
+// first key is read; then the lists of those tiles are merged, at most two a lane. A lane minds every 32nd tile; when its best one is taken, all lanes together look for its next.
+__device__ static void best_keys(const int64_t* keys, int tiles, int top_k, Best mine, int64_t& first, int64_t& second) {
     const int lane = lane_id();
-    Best mine{kPaddingKey, 0};
-    for (int t = lane; t < tiles; t += 32) {
-        const int64_t key = keys[static_cast<int64_t>(t) * top_k];
-        if (key > mine.key) mine = {key, t};
-    }
-    int list_a = 0, list_b = 0;                                // tiles of this lane's lists
+    int list_a = 0, list_b = 0;  // tiles of this lane's lists
     int64_t head_a = kPaddingKey, head_b = kPaddingKey;
     for (int r = 0; r < top_k; ++r) {
         int owner, ignored;
         const Best best = warp_best(mine, owner);
-        if (best.key == kPaddingKey) break;                    // fewer tiles than top_k
+        if (best.key == kPaddingKey) break;  // fewer tiles than top_k
         if (r == lane) list_a = best.tile, head_a = best.key;
         if (r == lane + 32) list_b = best.tile, head_b = best.key;
-        Best next{kPaddingKey, 0};                             // keys differ, so "less than the one taken" means "not yet taken"
+        Best next{kPaddingKey, 0};  // keys differ, so "less than the one taken" means "not yet taken"
         for (int t = owner + 32 * lane; t < tiles; t += 32 * 32) {
             const int64_t key = keys[static_cast<int64_t>(t) * top_k];
             if (key < best.key && key > next.key) next = {key, t};
@@ -75,7 +86,7 @@ __device__ static void best_keys(const int64_t* keys, int tiles, int top_k, int6
         const int64_t best = warp_max(head_a > head_b ? head_a : head_b);
         if (r == lane) first = best;
         if (r == lane + 32) second = best;
-        if (best == kPaddingKey) continue;
+        if (best == kPaddingKey) break;
         if (head_a == best) head_a = ++place_a < top_k ? keys[static_cast<int64_t>(list_a) * top_k + place_a] : kPaddingKey;
         else if (head_b == best) head_b = ++place_b < top_k ? keys[static_cast<int64_t>(list_b) * top_k + place_b] : kPaddingKey;
     }
@@ -92,20 +103,29 @@ __device__ static int count_greater(const int64_t* descending, int count, int64_
     return low;
 }
 
-// One warp copies a row in the widest vectors that both addresses and the length allow.
+// One warp copies a row in the widest vectors that both addresses and the length allow; eight loads, then eight stores, since a load behind a store that may overlap waits for it.
 template <typename Vector>
-__device__ static void copy_vectors(char* to, const char* from, int64_t bytes) {
-    for (int64_t i = lane_id(); i < bytes / static_cast<int64_t>(sizeof(Vector)); i += 32) reinterpret_cast<Vector*>(to)[i] = reinterpret_cast<const Vector*>(from)[i];
+__device__ static void copy_row_as(char* to, const char* from, int64_t bytes) {
+    const int count = static_cast<int>(bytes / static_cast<int64_t>(sizeof(Vector)));
+    for (int first = lane_id(); first < count; first += 256) {
+        Vector batch[8];
+#pragma unroll
+        for (int i = 0; i < 8; ++i)
+            if (first + 32 * i < count) batch[i] = reinterpret_cast<const Vector*>(from)[first + 32 * i];
+#pragma unroll
+        for (int i = 0; i < 8; ++i)
+            if (first + 32 * i < count) reinterpret_cast<Vector*>(to)[first + 32 * i] = batch[i];
+    }
 }
 __device__ static void copy_row(char* to, const char* from, int64_t bytes) {
     const uint64_t alignment = reinterpret_cast<uint64_t>(to) | reinterpret_cast<uint64_t>(from) | static_cast<uint64_t>(bytes);
-    if (alignment % 16 == 0) copy_vectors<uint4>(to, from, bytes);
-    else if (alignment % 4 == 0) copy_vectors<uint32_t>(to, from, bytes);
-    else copy_vectors<uint16_t>(to, from, bytes);
+    if (alignment % 16 == 0) copy_row_as<uint4>(to, from, bytes);
+    else if (alignment % 4 == 0) copy_row_as<uint32_t>(to, from, bytes);
+    else copy_row_as<uint16_t>(to, from, bytes);
 }
 
-// One block per sequence; grid = batch, warps = frontier or next_size, 4 to 16. A warp per frontier node finds its children and writes them to the pool; then, since the children of a node stand in
-// descending order, each candidate's rank is its own place plus one binary search per other node; then a warp per chosen node writes the next frontier.
+// One block per sequence; grid = batch, warps = frontier or next_size, 4 to 16. A warp per frontier node finds its children and writes them to the pool; then, since the children of a
+// node stand in descending order, each candidate's rank is its own place plus one binary search per other node; then a warp per chosen node writes the next frontier.
 // Assumes even row_bytes; clamps choices; an id outside draft_to_target and a padding key give token -1.
 __global__ void __launch_bounds__(32 * kMaxExpandWarps) expand_topk_kernel(const ExpandTopkArgs a) {
     const int64_t b = blockIdx.x;
@@ -120,10 +140,12 @@ __global__ void __launch_bounds__(32 * kMaxExpandWarps) expand_topk_kernel(const
     for (int f = warp_id(); f < frontier; f += num_warps()) {
         const int64_t row = b * a.frontier + f;
         const float *max = a.max + row * a.tiles, *sum_exp = a.sum_exp + row * a.tiles;  // [tiles]
-        const float greatest = greatest_of(max, tiles);
+        const int64_t* keys = a.keys + row * a.tiles * a.top_k;  // [tiles, top_k]
+        Best mine;
+        const float greatest = scan_tiles(keys, max, tiles, top_k, mine);
         const float row_log_sum_exp = greatest > -INFINITY && greatest < INFINITY ? log_sum_exp(max, sum_exp, tiles, greatest) : 0.0f;
         int64_t best[2];
-        best_keys(a.keys + row * a.tiles * a.top_k, tiles, top_k, best[0], best[1]);
+        best_keys(keys, tiles, top_k, mine, best[0], best[1]);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const int r = lane + 32 * half;
