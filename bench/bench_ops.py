@@ -1,4 +1,4 @@
-"""The small ops of a step (sample, expand, rerank, accept, compact, rms_norm, silu_mul, rope_store_kv) against PyTorch, at the shapes of two models.
+"""The small ops of a step (sample, expand, logits_topk, rerank, accept, compact, rms_norm, silu_mul, rope_store_kv) against PyTorch, at the shapes of two models.
 
 Everything is warm (in a step these ops read what the op before them wrote), so the share of the memory's bandwidth can pass 100 %. Launch cost is included; each
 sample repeats the call for about a millisecond. Where no single PyTorch expression does the same (accept), there is no comparison.
@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from eagle_kernels import DraftPool, accept, compact, expand, rerank, rms_norm, rope_store_kv, sample, silu_mul
+from eagle_kernels import DraftPool, accept, compact, expand, logits_topk, rerank, rms_norm, rope_store_kv, sample, silu_mul
 from timing import COLUMNS, columns, header, measure_ceilings, measures, median_seconds, parse_args, print_json, repeat
 from torch.nn import functional
 
@@ -136,6 +136,9 @@ def tree_cases(s: Shape) -> list[Case]:
         best, chosen = (values + scores[:, :, None]).flatten(1).topk(k)
         return ids, best, features.gather(1, (chosen // k)[:, :, None].expand(-1, -1, s.hidden))
 
+    def logits_topk_torch():
+        return logits.topk(k), logits.amax(-1), logits.logsumexp(-1)
+
     root, seq_lens = torch.tensor([5]), torch.tensor([PREFIX], dtype=torch.int32)
     tree = rerank(pool, root, seq_lens, s.nodes)
     # The target draws the first child everywhere: the longest walk.
@@ -158,6 +161,7 @@ def tree_cases(s: Shape) -> list[Case]:
     moved = 2 * ACCEPTED * rows[:, :, 0].nbytes
     return [
         Case("expand", lambda: expand(logits, scores, index, features, mask, scratch, k, k, first_row=k, next_size=k), expand_torch, logits.nbytes, 0),
+        Case("logits_topk", lambda: logits_topk(logits, k), logits_topk_torch, logits.nbytes, 0),
         Case("rerank", lambda: rerank(pool, root, seq_lens, s.nodes), lambda: pool.scores.topk(s.nodes - 1).indices.sort(), 16 * pool_size, 0),
         Case("accept", lambda: accept(tree.tokens, tree.parent, sampled, active, s.max_depth), None, 20 * s.nodes, 0),
         Case("compact", lambda: compact(cache, page_table, seq_lens, accepted, count), compact_torch, moved, 0),

@@ -180,6 +180,7 @@ def _sample_kernel(
                 score = tl.where(s > score, s, score)
             best_score = tl.max(score, 0)
             token = tl.min(tl.where(score == best_score, score_id, vocab_size), 0)
+            token = tl.where(best_score > -INFINITY, token, -1)  # min_p above 1 keeps nothing
         tl.store(out_ptr + row, token.to(tl.int64))
         if has_log_probs != 0:
             _write_log_prob(logits_ptr, log_probs_ptr + row, token, vocab_size, BLOCK)
