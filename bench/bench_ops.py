@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from eagle_kernels import DraftPool, HeadTopK, accept, compact, expand, expand_topk, rerank, rms_norm, rope_store_kv, sample, silu_mul
+from eagle_kernels import DraftPool, HeadTopK, accept, compact, expand, expand_topk, logits_topk, rerank, rms_norm, rope_store_kv, sample, silu_mul
 from timing import COLUMNS, columns, header, measure_ceilings, measures, median_seconds, parse_args, print_json, repeat
 from torch.nn import functional
 
@@ -136,11 +136,14 @@ def tree_cases(s: Shape) -> list[Case]:
         best, chosen = (values + scores[:, :, None]).flatten(1).topk(k)
         return ids, best, features.gather(1, (chosen // k)[:, :, None].expand(-1, -1, s.hidden))
 
-    head = head_topk(logits, k)
+    head = logits_topk(logits, k)
 
     def expand_topk_torch():
         best, chosen = (head.keys[:, :, 0].float() + scores[:, :, None]).flatten(1).topk(k)
         return best, features.gather(1, (chosen // k)[:, :, None].expand(-1, -1, s.hidden))
+
+    def logits_topk_torch():
+        return logits.topk(k), logits.amax(-1), logits.logsumexp(-1)
 
     root, seq_lens = torch.tensor([5]), torch.tensor([PREFIX], dtype=torch.int32)
     tree = rerank(pool, root, seq_lens, s.nodes)
@@ -166,6 +169,7 @@ def tree_cases(s: Shape) -> list[Case]:
     return [
         Case("expand", lambda: expand(logits, scores, index, features, mask, scratch, k, k, first_row=k, next_size=k), expand_torch, logits.nbytes, 0),
         Case("expand_topk", lambda: expand_topk(head, scores, index, features, mask, scratch, k, k, first_row=k, next_size=k), expand_topk_torch, head.keys.nbytes + 2 * k * features[0, 0].nbytes, 0),
+        Case("logits_topk", lambda: logits_topk(logits, k), logits_topk_torch, logits.nbytes, 0),
         Case("rerank", lambda: rerank(pool, root, seq_lens, s.nodes), lambda: pool.scores.topk(s.nodes - 1).indices.sort(), 16 * pool_size, 0),
         Case("accept", lambda: accept(tree.tokens, tree.parent, sampled, active, s.max_depth), None, 20 * s.nodes, 0),
         Case("accept with stops and ring", lambda: accept(tree.tokens, tree.parent, sampled, active, s.max_depth, stop_token_ids=stops, output_ring=ring), None, 20 * s.nodes, 0),

@@ -57,16 +57,6 @@ def test_head_topk_has_the_bits_of_linear(rows: int, vocab_size: int, hidden_siz
     torch.testing.assert_close(result.sum_exp, loose.sum_exp, rtol=1e-4, atol=1e-4)
 
 
-def test_rows_do_not_depend_on_their_company(isa: str, restore_num_threads: None) -> None:
-    features, head = torch.randn(33, 70), pack_weight(torch.randn(301, 70))
-    together = head_topk(features, head, 10)
-    for threads in (1, 2):
-        torch.set_num_threads(threads)
-        for rows in (slice(0, 1), slice(5, 12), slice(0, 33)):
-            for tensor, expected in zip(head_topk(features[rows], head, 10), together):
-                assert_exact(tensor, expected[rows])
-
-
 def test_keys_order_logits_and_ids() -> None:
     pairs = [(float("inf"), 5), (3.5, 0), (3.5, 1), (1e-40, 9), (-0.0, 1), (0.0, 2), (-0.0, 2**31 - 2), (-1e-40, 0), (-3e38, 7), (-float("inf"), 0), (-float("inf"), 4)]
     keys = [topk_key(*pair) for pair in pairs]

@@ -12,7 +12,9 @@ from eagle_kernels import (
     expand,
     expert_linear,
     filter_probs,
+    head_topk,
     linear,
+    logits_topk,
     pack_weight,
     rms_norm,
     rope_store_kv,
@@ -72,6 +74,17 @@ def test_expert_linear(dtype: torch.dtype, isa: str, restore_num_threads: None) 
     for num_threads in (1, 2):
         for num_rows in (2, 7, 40):
             assert_exact(with_threads(num_threads, lambda: expert_linear(x[:num_rows], packed, expert_ids[:num_rows])), expected[:num_rows])
+
+
+@dtypes
+def test_head_topk(dtype: torch.dtype, isa: str, restore_num_threads: None) -> None:
+    features, packed, logits = torch.randn(33, 70), pack_weight(torch.randn(301, 70).to(dtype)), torch.randn(33, 301)
+    for op in (lambda rows: head_topk(features[rows], packed, 10), lambda rows: logits_topk(logits[rows], 10)):
+        together = with_threads(1, lambda: op(slice(0, 33)))
+        for num_threads in (1, 2):
+            for rows in (slice(0, 1), slice(5, 12), slice(0, 33)):
+                for tensor, expected in zip(with_threads(num_threads, lambda: op(rows)), together):
+                    assert_exact(tensor, expected[rows])
 
 
 @pytest.mark.parametrize("hidden_size", [7, 100, 576, 2049])

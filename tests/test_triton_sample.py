@@ -2,6 +2,7 @@
 
 import random
 
+import eagle_kernels
 import pytest
 import torch
 from eagle_kernels import reference
@@ -76,6 +77,17 @@ def test_sample_as_it_is_launched(kind: str) -> None:
     assert_exact(run_sample(logits, parameters), reference.sample(logits, **parameters))
 
 
+@pytest.mark.parametrize("capacity", [1, 64, 512])
+def test_the_list_changes_nothing(capacity: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Peaked and flat rows with cuts of every kind: from the list where it can hold what matters, from the whole row where it cannot."""
+    monkeypatch.setattr(launchers, "_constants", lambda mode, adjust: {"MODE": mode, "ADJUST": adjust, "BLOCK": 256, "CAPACITY": capacity, "NUM_THRESHOLDS": 32})
+    logits = make_logits(5, 500, "random") * torch.tensor([0.01, 0.3, 1.0, 3.0, 3.0])[:, None]
+    parameters = make_parameters(5, 500) | {"temperature": torch.ones(5), "top_k": torch.tensor([0, 40, 0, 30, 0], dtype=torch.int32)}
+    parameters |= {"top_p": torch.tensor([0.9, 1.0, 0.5, 0.8, 1.0]), "min_p": torch.tensor([0.0, 0.0, 0.01, 0.02, 1e-4])}
+    order = random.choice(["hf", "vllm"])
+    assert_exact(run_filter(logits, parameters, order), reference.filter_probs(logits, **only(parameters, *FILTERS), order=order))
+
+
 @settings(max_examples=8)
 @given(rows=st.lists(st.lists(special_values, min_size=7, max_size=7), min_size=1, max_size=4), seed=st.integers(0, 2**31), order=st.sampled_from(["hf", "vllm"]))
 def test_special_values(few_passes: None, rows: list[list[float]], seed: int, order: str) -> None:
@@ -106,6 +118,15 @@ def test_filters_of_tied_tokens_keep_the_smaller_ids(few_passes: None) -> None:
     parameters = make_parameters(5, 300) | {"temperature": torch.ones(5), "top_k": torch.tensor([3, 0, 0, 0, 0], dtype=torch.int32), "min_p": torch.tensor([0.0, 0.0, 0.0, 0.0, 1.0])}
     parameters |= {"top_p": torch.tensor([1.0, 0.5, 0.502, 0.0, 1.0])}
     assert run_filter(torch.zeros(5, 300), parameters).gt(0).sum(-1).tolist() == [3, 150, 151, 1, 300]
+
+
+def test_filters_that_keep_nothing(few_passes: None) -> None:
+    """min_p above 1: no token, as on the CPU."""
+    logits, parameters = make_logits(4, 30, "random"), make_parameters(4, 30) | {"temperature": torch.ones(4), "min_p": torch.full((4,), 1.5)}
+    for order in ("hf", "vllm"):
+        assert run_sample(logits, parameters, order).tolist() == [-1] * 4 == eagle_kernels.sample(logits, **parameters, order=order).tolist()
+        assert run_children(logits, parameters, 2, order=order).tolist() == [[-1, -1]] * 4
+        assert run_filter(logits, parameters, order).eq(0).all()
 
 
 def test_log_probs(few_passes: None) -> None:

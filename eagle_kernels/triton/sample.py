@@ -29,7 +29,9 @@ def _launch(mode: int, logits: Tensor, parameters: tuple[Tensor, ...], keys: tup
     if logits.shape[0] == 0:
         return
     adjust = any(tensor is not None for tensor in adjustments[:4])
-    pointers = [logits if tensor is None else tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor for tensor in adjustments]
+    # What stands in for an absent tensor has its dtype, so that no other kernel is compiled for it.
+    absent = (logits, *parameters[:1] * 3, parameters[1].view(torch.uint8), parameters[1])
+    pointers = [other if tensor is None else tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor for tensor, other in zip(adjustments, absent)]
     constants = _constants(mode, adjust)
     list_z = torch.empty(logits.shape[0], constants["CAPACITY"], dtype=torch.float32, device=logits.device)
     list_ids = torch.empty_like(list_z, dtype=torch.int32)
@@ -94,6 +96,8 @@ def aot_cases() -> list[AotCase]:
         signature = {"logits_ptr": "*fp32", "temperature_ptr": "*fp32", "top_k_ptr": "*i32", "top_p_ptr": "*fp32", "min_p_ptr": "*fp32", "seeds_ptr": "*i64", "positions_ptr": "*i64"}
         signature |= {"bias_ptr": "*fp32", "repetition_ptr": "*fp32", "presence_ptr": "*fp32", "frequency_ptr": "*fp32", "prompt_ptr": "*u8", "counts_ptr": "*i32"}
         signature |= {"out_ptr": "*fp32" if mode is PROBS else "*i64", "log_probs_ptr": "*fp32", "list_z_ptr": "*fp32", "list_ids_ptr": "*i32"}
+        if mode is PROBS:  # which has no noise, and is given top_k for the two
+            signature |= {"seeds_ptr": "*i32", "positions_ptr": "*i32"}
         pointers = tuple(signature)
         flags = ("has_bias", "has_repetition", "has_presence", "has_frequency", "has_prompt", "has_counts", "has_log_probs")
         signature |= {"stride_x": "i64", "vocab_size": "i32", "min_p_first": "i32", "lanes": "i32", "count": "i32"} | dict.fromkeys(flags, "i32") | dict.fromkeys(constants, "constexpr")

@@ -35,8 +35,12 @@ def above_cut(order, ids, cut, cut_id):
 
 
 @triton.jit
-def load_x(logits_ptr, bias_ptr, prompt_ptr, counts_ptr, has_bias, has_prompt, has_counts, repetition, presence, frequency, i, inside, ADJUST: tl.constexpr):
-    """Logits after bias and penalties; -inf outside. A penalty that is absent is 1 or 0, which changes nothing."""
+def load_x(source, i, inside, ADJUST: tl.constexpr):
+    """Logits after bias and penalties; -inf outside. A penalty that is absent is 1 or 0, which changes nothing.
+
+    source  (logits_ptr, bias_ptr, prompt_ptr, counts_ptr, has_bias, has_prompt, has_counts, repetition, presence, frequency, temperature) of the row
+    """
+    logits_ptr, bias_ptr, prompt_ptr, counts_ptr, has_bias, has_prompt, has_counts, repetition, presence, frequency, temperature = source
     x = tl.load(logits_ptr + i, mask=inside, other=-INFINITY)
     if ADJUST:
         nothing = tl.zeros_like(i)
@@ -52,21 +56,26 @@ def load_x(logits_ptr, bias_ptr, prompt_ptr, counts_ptr, has_bias, has_prompt, h
 
 
 @triton.jit
-def load_z(
-    logits_ptr, bias_ptr, prompt_ptr, counts_ptr, has_bias, has_prompt, has_counts, repetition, presence, frequency, temperature, list_z_ptr, list_ids_ptr, num_all, num_listed, i, ADJUST: tl.constexpr
-):  # fmt: skip
-    """z and id of entry i of the whole row (num_all of them) or of the list (num_listed); the other number is 0. z is -inf past the end."""
-    x = load_x(logits_ptr, bias_ptr, prompt_ptr, counts_ptr, has_bias, has_prompt, has_counts, repetition, presence, frequency, i, i < num_all, ADJUST)
-    listed = i < num_listed
-    z = tl.where(listed, tl.load(list_z_ptr + i, mask=listed, other=0.0), tl.div_rn(x, tl.zeros_like(x) + temperature))
-    return z, tl.where(listed, tl.load(list_ids_ptr + i, mask=listed, other=0), i)
+def over_temperature(x, source):
+    """z, by an IEEE division."""
+    return tl.div_rn(x, tl.zeros_like(x) + source[10])
 
 
 @triton.jit
-def choose_reach(
-    logits_ptr, bias_ptr, prompt_ptr, counts_ptr, has_bias, has_prompt, has_counts, repetition, presence, frequency, temperature,
-    z_max, least_exp, top_k, top_p, use_top_k, use_top_p, vocab_size, ADJUST: tl.constexpr, BLOCK: tl.constexpr, CAPACITY: tl.constexpr,
-):  # fmt: skip
+def load_z(source, listed, i, ADJUST: tl.constexpr):
+    """z and id of entry i of the whole row (num_all of them) or of the list (num_listed); the other number is 0. z is -inf past the end.
+
+    listed  (list_z_ptr, list_ids_ptr, num_all, num_listed)
+    """
+    list_z_ptr, list_ids_ptr, num_all, num_listed = listed
+    x = load_x(source, i, i < num_all, ADJUST)
+    from_list = i < num_listed
+    z = tl.where(from_list, tl.load(list_z_ptr + i, mask=from_list, other=0.0), over_temperature(x, source))
+    return z, tl.where(from_list, tl.load(list_ids_ptr + i, mask=from_list, other=0), i)
+
+
+@triton.jit
+def choose_reach(source, z_max, least_exp, top_k, top_p, use_top_k, use_top_p, vocab_size, ADJUST: tl.constexpr, BLOCK: tl.constexpr, CAPACITY: tl.constexpr):
     """A distance from the maximum, 6 or 12, within which all cuts lie and no more than CAPACITY tokens; 0 if there is none. Also the mass of all tokens. One pass over the row."""
     lane = tl.arange(0, BLOCK)
     reach = (6 << tl.arange(0, 2)).to(tl.float32)
@@ -77,8 +86,8 @@ def choose_reach(
     for first in range(0, vocab_size, BLOCK):
         i = first + lane
         inside = i < vocab_size
-        x = load_x(logits_ptr, bias_ptr, prompt_ptr, counts_ptr, has_bias, has_prompt, has_counts, repetition, presence, frequency, i, inside, ADJUST)
-        below = tl.div_rn(x, tl.zeros_like(x) + temperature) - z_max
+        x = load_x(source, i, inside, ADJUST)
+        below = over_temperature(x, source) - z_max
         exponential = fp32_exp(below)
         counted = inside & (exponential >= least_exp)
         near = (below[:, None] > -reach[None, :]) & counted[:, None]
@@ -100,18 +109,15 @@ def choose_reach(
 
 
 @triton.jit
-def collect(
-    logits_ptr, bias_ptr, prompt_ptr, counts_ptr, has_bias, has_prompt, has_counts, repetition, presence, frequency, temperature,
-    list_z_ptr, list_ids_ptr, z_max, least_exp, reach, vocab_size, ADJUST: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+def collect(source, list_z_ptr, list_ids_ptr, z_max, least_exp, reach, vocab_size, ADJUST: tl.constexpr, BLOCK: tl.constexpr):
     """Writes the tokens within reach, ids ascending, to the list; returns their number."""
     lane = tl.arange(0, BLOCK)
     num_listed = tl.min(lane, 0)
     for first in range(0, vocab_size, BLOCK):
         i = first + lane
         inside = i < vocab_size
-        x = load_x(logits_ptr, bias_ptr, prompt_ptr, counts_ptr, has_bias, has_prompt, has_counts, repetition, presence, frequency, i, inside, ADJUST)
-        z = tl.div_rn(x, tl.zeros_like(x) + temperature)
+        x = load_x(source, i, inside, ADJUST)
+        z = over_temperature(x, source)
         below = z - z_max
         near = inside & (below > -reach) & (fp32_exp(below) >= least_exp)
         place = num_listed + tl.cumsum(near.to(tl.int32), 0) - 1
@@ -123,10 +129,7 @@ def collect(
 
 
 @triton.jit
-def find_cut(
-    logits_ptr, bias_ptr, prompt_ptr, counts_ptr, has_bias, has_prompt, has_counts, repetition, presence, frequency, temperature, list_z_ptr, list_ids_ptr, num_all, num_listed,
-    z_max, least_exp, after, after_id, limit, USE_MASS: tl.constexpr, ADJUST: tl.constexpr, BLOCK: tl.constexpr, NUM_THRESHOLDS: tl.constexpr,
-):  # fmt: skip
+def find_cut(source, listed, z_max, least_exp, after, after_id, limit, USE_MASS: tl.constexpr, ADJUST: tl.constexpr, BLOCK: tl.constexpr, NUM_THRESHOLDS: tl.constexpr):
     """Where the order reaches `limit` (fp64), counted in tokens or in mass, of the tokens above the cut (after, after_id) with an exponential of least_exp or more.
 
     returns  (cut, cut_id): those tokens stay that have ordered(z) > cut, or ordered(z) == cut and id <= cut_id; one at least
@@ -134,6 +137,7 @@ def find_cut(
     The weight above a threshold falls as the threshold rises: bisection over the integers, NUM_THRESHOLDS of them per pass.
     """
     lane = tl.arange(0, BLOCK)
+    num_entries = listed[2] + listed[3]
     j = tl.arange(0, NUM_THRESHOLDS)
     high = ordered_of(z_max).to(tl.int64) + 1  # holds less than `limit`
     if USE_MASS:
@@ -148,14 +152,12 @@ def find_cut(
         else:
             sums = tl.zeros((BLOCK, NUM_THRESHOLDS), tl.int32)
         narrow = threshold.to(tl.int32)[None, :]
-        for first in range(0, num_all + num_listed, BLOCK):
+        for first in range(0, num_entries, BLOCK):
             i = first + lane
-            z, ids = load_z(
-                logits_ptr, bias_ptr, prompt_ptr, counts_ptr, has_bias, has_prompt, has_counts, repetition, presence, frequency, temperature, list_z_ptr, list_ids_ptr, num_all, num_listed, i, ADJUST
-            )  # fmt: skip
+            z, ids = load_z(source, listed, i, ADJUST)
             order = ordered_of(z)
             exponential = fp32_exp(z - z_max)
-            counted = (i < num_all + num_listed) & (exponential >= least_exp) & above_cut(order, ids, after, after_id)
+            counted = (i < num_entries) & (exponential >= least_exp) & above_cut(order, ids, after, after_id)
             if USE_MASS:
                 weight = tl.where(counted, mass_of(exponential), 0)
                 sums += tl.where(order[:, None] >= narrow, weight[:, None], 0)
@@ -180,13 +182,11 @@ def find_cut(
         needed = limit.to(tl.int64) - above
     seen = above * 0
     last = tl.full((BLOCK,), -1, tl.int32)
-    for first in range(0, num_all + num_listed, BLOCK):
+    for first in range(0, num_entries, BLOCK):
         i = first + lane
-        z, ids = load_z(
-            logits_ptr, bias_ptr, prompt_ptr, counts_ptr, has_bias, has_prompt, has_counts, repetition, presence, frequency, temperature, list_z_ptr, list_ids_ptr, num_all, num_listed, i, ADJUST
-        )  # fmt: skip
+        z, ids = load_z(source, listed, i, ADJUST)
         order = ordered_of(z)
-        counted = (i < num_all + num_listed) & (fp32_exp(z - z_max) >= least_exp) & above_cut(order, ids, after, after_id)
+        counted = (i < num_entries) & (fp32_exp(z - z_max) >= least_exp) & above_cut(order, ids, after, after_id)
         at_cut = (counted & (order == cut)).to(tl.int32)
         place = seen + tl.cumsum(at_cut, 0).to(tl.int64)
         last = tl.where((at_cut != 0) & (place <= needed), ids, last)

@@ -5,7 +5,7 @@ import triton.language as tl
 
 from eagle_kernels.triton.fp32_math import fp32_exp, fp32_log
 from eagle_kernels.triton.noise import gumbel_of, noise_words, token_words
-from eagle_kernels.triton.sample_filters import INFINITY, NO_CUT, above_cut, choose_reach, collect, find_cut, load_x, load_z, mass_of, ordered_of
+from eagle_kernels.triton.sample_filters import INFINITY, NO_CUT, above_cut, choose_reach, collect, find_cut, load_x, load_z, mass_of, ordered_of, over_temperature
 
 TOKENS, PROBS, CHILDREN = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 MAX_CHILDREN = tl.constexpr(64)
@@ -74,6 +74,7 @@ def _sample_kernel(
     filtered = use_top_k | use_top_p | (min_p > 0.0)
     draws = given_temperature > 0.0
     temperature = tl.where(draws, given_temperature, 1.0)
+    source = (logits_ptr, bias_ptr, prompt_ptr, counts_ptr, has_bias, has_prompt, has_counts, repetition, presence, frequency, temperature)
     lane = tl.arange(0, BLOCK)
     if MODE == PROBS:
         seed = row * 0
@@ -92,13 +93,13 @@ def _sample_kernel(
     for first in range(0, vocab_size, BLOCK):
         i = first + lane
         inside = i < vocab_size
-        x = load_x(logits_ptr, bias_ptr, prompt_ptr, counts_ptr, has_bias, has_prompt, has_counts, repetition, presence, frequency, i, inside, ADJUST)
+        x = load_x(source, i, inside, ADJUST)
         nans = nans | (x != x).to(tl.int32)
         best_id = tl.where(x > best, i, best_id)
         best = tl.where(x > best, x, best)
         if MODE == TOKENS:
             if plain:
-                s = tl.div_rn(x, tl.zeros_like(x) + temperature) + gumbel_of(noise_words(seed, position, 0, first, BLOCK))
+                s = over_temperature(x, source) + gumbel_of(noise_words(seed, position, 0, first, BLOCK))
                 score_id = tl.where(s > score, i, score_id)
                 score = tl.where(s > score, s, score)
     greatest = tl.max(best, 0)
@@ -114,8 +115,8 @@ def _sample_kernel(
         for first in range(0, vocab_size, BLOCK):
             i = first + lane
             inside = i < vocab_size
-            x = load_x(logits_ptr, bias_ptr, prompt_ptr, counts_ptr, has_bias, has_prompt, has_counts, repetition, presence, frequency, i, inside, ADJUST)
-            hit = inside & (tl.div_rn(x, tl.zeros_like(x) + temperature) == z_max)
+            x = load_x(source, i, inside, ADJUST)
+            hit = inside & (over_temperature(x, source) == z_max)
             best_id = tl.minimum(best_id, tl.where(hit, i, vocab_size))
         token = tl.min(best_id, 0)
 
@@ -134,52 +135,43 @@ def _sample_kernel(
     num_listed = tl.min(lane, 0)
     total = row * 0
     if random & filtered:
-        reach, total = choose_reach(
-            logits_ptr, bias_ptr, prompt_ptr, counts_ptr, has_bias, has_prompt, has_counts, repetition, presence, frequency, temperature,
-            z_max, least_exp, top_k, top_p, use_top_k.to(tl.int32), use_top_p.to(tl.int32), vocab_size, ADJUST, BLOCK, CAPACITY,
-        )  # fmt: skip
+        reach, total = choose_reach(source, z_max, least_exp, top_k, top_p, use_top_k.to(tl.int32), use_top_p.to(tl.int32), vocab_size, ADJUST, BLOCK, CAPACITY)
         if reach > 0.0:
-            num_listed = collect(
-                logits_ptr, bias_ptr, prompt_ptr, counts_ptr, has_bias, has_prompt, has_counts, repetition, presence, frequency, temperature,
-                list_z_ptr, list_ids_ptr, z_max, least_exp, reach, vocab_size, ADJUST, BLOCK,
-            )  # fmt: skip
+            num_listed = collect(source, list_z_ptr, list_ids_ptr, z_max, least_exp, reach, vocab_size, ADJUST, BLOCK)
     num_all = tl.where(reach > 0.0, 0, vocab_size)
+    listed = (list_z_ptr, list_ids_ptr, num_all, num_listed)
+    num_entries = num_all + num_listed
     if random & filtered:
         if use_top_k:
-            k_cut, k_id = find_cut(
-                logits_ptr, bias_ptr, prompt_ptr, counts_ptr, has_bias, has_prompt, has_counts, repetition, presence, frequency, temperature, list_z_ptr, list_ids_ptr, num_all, num_listed,
-                z_max, least_exp, k_cut, k_id, top_k.to(tl.float64), False, ADJUST, BLOCK, NUM_THRESHOLDS,
-            )  # fmt: skip
+            k_cut, k_id = find_cut(source, listed, z_max, least_exp, k_cut, k_id, top_k.to(tl.float64), False, ADJUST, BLOCK, NUM_THRESHOLDS)
             if use_top_p:
                 # What top_k kept is the whole for top_p.
                 masses = tl.zeros((BLOCK,), tl.int64)
-                for first in range(0, num_all + num_listed, BLOCK):
+                for first in range(0, num_entries, BLOCK):
                     i = first + lane
-                    z, ids = load_z(logits_ptr, bias_ptr, prompt_ptr, counts_ptr, has_bias, has_prompt, has_counts, repetition, presence, frequency, temperature, list_z_ptr, list_ids_ptr, num_all, num_listed, i, ADJUST)
+                    z, ids = load_z(source, listed, i, ADJUST)
                     exponential = fp32_exp(z - z_max)
-                    kept = (i < num_all + num_listed) & (exponential >= least_exp) & above_cut(ordered_of(z), ids, k_cut, k_id)
+                    kept = (i < num_entries) & (exponential >= least_exp) & above_cut(ordered_of(z), ids, k_cut, k_id)
                     masses += tl.where(kept, mass_of(exponential), 0)
                 total = tl.sum(masses, 0)
         if use_top_p:
-            p_cut, p_id = find_cut(
-                logits_ptr, bias_ptr, prompt_ptr, counts_ptr, has_bias, has_prompt, has_counts, repetition, presence, frequency, temperature, list_z_ptr, list_ids_ptr, num_all, num_listed,
-                z_max, least_exp, k_cut, k_id, top_p.to(tl.float64) * total.to(tl.float64), True, ADJUST, BLOCK, NUM_THRESHOLDS,
-            )  # fmt: skip
+            p_cut, p_id = find_cut(source, listed, z_max, least_exp, k_cut, k_id, top_p.to(tl.float64) * total.to(tl.float64), True, ADJUST, BLOCK, NUM_THRESHOLDS)
 
     if MODE == TOKENS:
         if random & filtered:
             score = tl.full((BLOCK,), -INFINITY, tl.float32)
             score_id = tl.zeros((BLOCK,), tl.int32)
-            for first in range(0, num_all + num_listed, BLOCK):
+            for first in range(0, num_entries, BLOCK):
                 i = first + lane
-                z, ids = load_z(logits_ptr, bias_ptr, prompt_ptr, counts_ptr, has_bias, has_prompt, has_counts, repetition, presence, frequency, temperature, list_z_ptr, list_ids_ptr, num_all, num_listed, i, ADJUST)
+                z, ids = load_z(source, listed, i, ADJUST)
                 order = ordered_of(z)
-                kept = (i < num_all + num_listed) & (fp32_exp(z - z_max) >= min_p) & above_cut(order, ids, k_cut, k_id) & above_cut(order, ids, p_cut, p_id)
+                kept = (i < num_entries) & (fp32_exp(z - z_max) >= min_p) & above_cut(order, ids, k_cut, k_id) & above_cut(order, ids, p_cut, p_id)
                 s = tl.where(kept, z + gumbel_of(token_words(seed, position, 0, ids)), -INFINITY)
                 score_id = tl.where(s > score, ids, score_id)
                 score = tl.where(s > score, s, score)
             best_score = tl.max(score, 0)
             token = tl.min(tl.where(score == best_score, score_id, vocab_size), 0)
+            token = tl.where(best_score > -INFINITY, token, -1)  # min_p above 1 keeps nothing
         tl.store(out_ptr + row, token.to(tl.int64))
         if has_log_probs != 0:
             _write_log_prob(logits_ptr, log_probs_ptr + row, token, vocab_size, BLOCK)
@@ -187,18 +179,18 @@ def _sample_kernel(
         out_ptr += row * vocab_size
         if random:
             masses = tl.zeros((BLOCK,), tl.int64)
-            for first in range(0, num_all + num_listed, BLOCK):
+            for first in range(0, num_entries, BLOCK):
                 i = first + lane
-                z, ids = load_z(logits_ptr, bias_ptr, prompt_ptr, counts_ptr, has_bias, has_prompt, has_counts, repetition, presence, frequency, temperature, list_z_ptr, list_ids_ptr, num_all, num_listed, i, ADJUST)
+                z, ids = load_z(source, listed, i, ADJUST)
                 order = ordered_of(z)
                 exponential = fp32_exp(z - z_max)
-                kept = (i < num_all + num_listed) & (exponential >= min_p) & above_cut(order, ids, k_cut, k_id) & above_cut(order, ids, p_cut, p_id)
+                kept = (i < num_entries) & (exponential >= min_p) & above_cut(order, ids, k_cut, k_id) & above_cut(order, ids, p_cut, p_id)
                 masses += tl.where(kept, mass_of(exponential), 0)
             total = tl.sum(masses, 0)
         for first in range(0, vocab_size, BLOCK):
             i = first + lane
             inside = i < vocab_size
-            z = tl.div_rn(tl.load(logits_ptr + i, mask=inside, other=-INFINITY), tl.zeros((BLOCK,), tl.float32) + temperature)
+            z = over_temperature(load_x(source, i, inside, ADJUST), source)
             order = ordered_of(z)
             exponential = fp32_exp(z - z_max)
             kept = (exponential >= min_p) & above_cut(order, i, k_cut, k_id) & above_cut(order, i, p_cut, p_id)
@@ -211,11 +203,11 @@ def _sample_kernel(
         keys = tl.where(slot < count, LEAST_KEY, GREATEST_KEY)
         if random:
             stream = 1 + 16 * (row % lanes).to(tl.int32)
-            for first in range(0, num_all + num_listed, BLOCK):
+            for first in range(0, num_entries, BLOCK):
                 i = first + lane
-                z, ids = load_z(logits_ptr, bias_ptr, prompt_ptr, counts_ptr, has_bias, has_prompt, has_counts, repetition, presence, frequency, temperature, list_z_ptr, list_ids_ptr, num_all, num_listed, i, ADJUST)
+                z, ids = load_z(source, listed, i, ADJUST)
                 order = ordered_of(z)
-                kept = (i < num_all + num_listed) & (fp32_exp(z - z_max) >= min_p) & above_cut(order, ids, k_cut, k_id) & above_cut(order, ids, p_cut, p_id)
+                kept = (i < num_entries) & (fp32_exp(z - z_max) >= min_p) & above_cut(order, ids, k_cut, k_id) & above_cut(order, ids, p_cut, p_id)
                 s = tl.where(kept, z + gumbel_of(token_words(seed, position, stream, ids)), -INFINITY)
                 offered = (ordered_of(s).to(tl.int64) << 32) | (0xFFFFFFFF - ids.to(tl.int64))
                 offered = tl.where(s > -INFINITY, offered, LEAST_KEY)
