@@ -39,8 +39,10 @@ class HeadTopK(NamedTuple):
     """What is left of the draft logits of each frontier node, by tiles of the draft vocabulary.
 
     keys     [B, F, tiles, k] int64, descending: the best of the tile by (logit descending, id ascending), NaN as -inf; ordered(logit) << 32 | (0xFFFFFFFF - id), lowest int64 = padding
-    max      [B, F, tiles] fp32
+    max      [B, F, tiles] fp32, the logit of the tile's first key
     sum_exp  [B, F, tiles] fp32, sum of exp(logit - max); 0 in a tile without a finite value
+
+    Tiles stand in the order of their ids.
     """
 
     keys: torch.Tensor

@@ -4,6 +4,7 @@ A case is the list of a struct's 8-byte fields: a tensor (pointer), None (null p
 """
 
 import ctypes
+import functools
 import hashlib
 import os
 import shutil
@@ -115,15 +116,21 @@ def run_program(program: Path, name: str, case: Case, directory: Path, seed: int
     case_file.write_bytes(words)
     result.unlink(missing_ok=True)
     environment = os.environ | {"ASAN_OPTIONS": "detect_stack_use_after_return=0", "TSAN_OPTIONS": "exitcode=66 halt_on_error=1"}
-    # Where addresses are spread widely, older ThreadSanitizers do not start; a fixed layout suits all.
-    command = [shutil.which("setarch"), "-R"] if shutil.which("setarch") else []
-    done = subprocess.run([*command, str(program), name, str(case_file), str(result), str(seed)], capture_output=True, text=True, env=environment, timeout=300)
+    done = subprocess.run([*fixed_layout(), str(program), name, str(case_file), str(result), str(seed)], capture_output=True, text=True, env=environment, timeout=300)
     if done.returncode == 0:
         data, at = torch.frombuffer(bytearray(result.read_bytes()) or bytearray(1), dtype=torch.uint8), 0
         for span in spans:
             span.view(torch.uint8).copy_(data[at : at + span.nbytes])
             at += (span.nbytes + 7) // 8 * 8
     return done
+
+
+@functools.cache
+def fixed_layout() -> list[str]:
+    """Where addresses are spread widely, older ThreadSanitizers do not start; a fixed layout suits all, where a process may ask for one."""
+    command = ["setarch", "-R"]
+    allowed = shutil.which("setarch") is not None and subprocess.run([*command, "true"], capture_output=True).returncode == 0
+    return command if allowed else []
 
 
 def poison(tensors: tuple[torch.Tensor, ...]) -> None:
