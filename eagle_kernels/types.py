@@ -42,6 +42,8 @@ class HeadTopK(NamedTuple):
              -2^63 past the end of a tile
     max      [..., tiles] fp32, greatest logit of the tile (NaN counts as -inf)
     sum_exp  [..., tiles] fp32, sum of exp(logit - max) over the tile; 0 when max is -inf, 1 when it is +inf
+
+    Tiles stand in the order of their ids.
     """
 
     keys: torch.Tensor

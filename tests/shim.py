@@ -4,6 +4,7 @@ A case is the list of a struct's 8-byte fields: a tensor (pointer), None (null p
 """
 
 import ctypes
+import functools
 import hashlib
 import os
 import shutil
@@ -78,26 +79,28 @@ def storage_span(tensor: torch.Tensor) -> torch.Tensor:
     return torch.as_strided(tensor, (span,), (1,))
 
 
-def run(name: str, case: Case, seed: int = 0, *, kind: str = "fibers", library: Path | None = None) -> None:
-    """Run a kernel on a case, in place. Each buffer lies between guards of NaN or absurd integers, which must survive."""
-    native = ctypes.CDLL(str(library or build(kind)))
+def run(name: str, case: Case, seed: int = 0, *, kind: str = "fibers", shifts: dict[int, int] | None = None) -> None:
+    """Run a kernel on a case, in place. Each buffer lies between guards of NaN or absurd integers, which must survive, and starts at a multiple of 64 bytes, or `shifts[field]` behind one."""
+    native = ctypes.CDLL(str(build(kind)))
     fields, guarded = (ctypes.c_int64 * len(case))(), []
     for i, value in enumerate(case):
         if isinstance(value, torch.Tensor):
             span = storage_span(value)
-            wide = torch.full((2 * GUARD + span.nbytes,), 0xFF if value.is_floating_point() else 0xA5, dtype=torch.uint8)
-            wide[GUARD : GUARD + span.nbytes] = span.view(torch.uint8)
-            guarded.append((i, value, wide))
-            fields[i] = wide.data_ptr() + GUARD
+            wide = torch.full((3 * GUARD + span.nbytes,), 0xFF if value.is_floating_point() else 0xA5, dtype=torch.uint8)
+            start = GUARD + (shifts or {}).get(i, 0)
+            wide[start : start + span.nbytes] = span.view(torch.uint8)
+            guarded.append((i, value, wide, start))
+            fields[i] = wide.data_ptr() + start
         else:
             fields[i] = 0 if value is None else value
     error = native.eagle_shim_run(name.encode(), fields, len(case), ctypes.c_uint64(seed))
     assert error == 0, f"{name}: launch error {error}"
-    for i, value, wide in guarded:
+    for i, value, wide, start in guarded:
         fill = 0xFF if value.is_floating_point() else 0xA5
-        assert (wide[:GUARD] == fill).all() and (wide[-GUARD:] == fill).all(), f"{name}: wrote outside the buffer of field {i}"
         span = storage_span(value)
-        span.view(torch.uint8).copy_(wide[GUARD : GUARD + span.nbytes])
+        end = start + span.nbytes
+        assert (wide[:start] == fill).all() and (wide[end:] == fill).all(), f"{name}: wrote outside the buffer of field {i}"
+        span.view(torch.uint8).copy_(wide[start:end])
 
 
 def run_program(program: Path, name: str, case: Case, directory: Path, seed: int = 0) -> subprocess.CompletedProcess:
@@ -115,15 +118,21 @@ def run_program(program: Path, name: str, case: Case, directory: Path, seed: int
     case_file.write_bytes(words)
     result.unlink(missing_ok=True)
     environment = os.environ | {"ASAN_OPTIONS": "detect_stack_use_after_return=0", "TSAN_OPTIONS": "exitcode=66 halt_on_error=1"}
-    # Where addresses are spread widely, older ThreadSanitizers do not start; a fixed layout suits all.
-    command = [shutil.which("setarch"), "-R"] if shutil.which("setarch") else []
-    done = subprocess.run([*command, str(program), name, str(case_file), str(result), str(seed)], capture_output=True, text=True, env=environment, timeout=300)
+    done = subprocess.run([*fixed_layout(), str(program), name, str(case_file), str(result), str(seed)], capture_output=True, text=True, env=environment, timeout=300)
     if done.returncode == 0:
         data, at = torch.frombuffer(bytearray(result.read_bytes()) or bytearray(1), dtype=torch.uint8), 0
         for span in spans:
             span.view(torch.uint8).copy_(data[at : at + span.nbytes])
             at += (span.nbytes + 7) // 8 * 8
     return done
+
+
+@functools.cache
+def fixed_layout() -> list[str]:
+    """Where addresses are spread widely, older ThreadSanitizers do not start; a fixed layout suits all, where a process may ask for one."""
+    command = ["setarch", "-R"]
+    allowed = shutil.which("setarch") is not None and subprocess.run([*command, "true"], capture_output=True).returncode == 0
+    return command if allowed else []
 
 
 def poison(tensors: tuple[torch.Tensor, ...]) -> None:

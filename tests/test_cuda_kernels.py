@@ -6,7 +6,7 @@ import random
 import pytest
 import shim
 import torch
-from eagle_kernels import DraftPool, reference
+from eagle_kernels import DraftPool, HeadTopK, reference
 from helpers import assert_exact, make_paged_cache, parents_strategy, random_tree, strided_copy
 from hypothesis import given
 from hypothesis import strategies as st
@@ -29,10 +29,10 @@ def compiled() -> None:
     shim.build("fibers")
 
 
-def run(name: str, *args, seed: int | None = None, **kwargs):
+def run(name: str, *args, seed: int | None = None, shifts: dict[int, int] | None = None, **kwargs):
     """The op on the shim: the same arguments, the same result."""
     case, result = shim.CASES[name](*args, **kwargs)
-    shim.run(name, case, random.randrange(2**32) if seed is None else seed)
+    shim.run(name, case, random.randrange(2**32) if seed is None else seed, shifts=shifts)
     return result
 
 
@@ -41,11 +41,11 @@ def assert_all_exact(actual, expected) -> None:
         assert_exact(tensor, other)
 
 
-def check_expand(arguments: dict[str, object], seed: int | None = None) -> None:
+def check_expand(arguments: dict[str, object], seed: int | None = None, shifts: dict[int, int] | None = None) -> None:
     expected_arguments = clone_arguments(arguments)
     expected = reference.expand_topk(**expected_arguments)
     actual = clone_arguments(arguments)
-    result = run("expand_topk", **actual, seed=seed)
+    result = run("expand_topk", **actual, seed=seed, shifts=shifts)
     assert_all_exact((*result, *actual["pool"]), (*expected, *expected_arguments["pool"]))
 
 
@@ -88,6 +88,12 @@ def test_expand_topk_copies_strided_features() -> None:
     for dtype, hidden_size in [(torch.float32, 7), (torch.bfloat16, 8), (torch.float16, 3)]:
         arguments = make_expand_inputs(ExpandCase(2, 4, 50, 16, 4, 6, hidden_size=hidden_size, dtype=dtype))
         check_expand(arguments | {"features": strided_copy(arguments["features"])})
+
+
+@pytest.mark.parametrize("features, next_features", [(8, 0), (0, 4), (2, 2), (0, 6)])
+def test_expand_topk_copies_features_that_lie_anywhere(features: int, next_features: int) -> None:
+    """Rows of whole vectors at addresses that are none: a narrower copy, not a fault."""
+    check_expand(make_expand_inputs(ExpandCase(1, 3, 50, 16, 4, 6, hidden_size=64, dtype=torch.bfloat16)), shifts={5: features, 15: next_features})
 
 
 def test_expand_topk_clamps_choices() -> None:
@@ -183,11 +189,11 @@ def test_accept_ring_with_an_absurd_counter_stays_inside() -> None:
     assert sorted(ring[0, :4].tolist()) == sorted(ring[1, :4].tolist()) == [1, 2, 3, 4]
 
 
-def check_compact(cache, paths: list[list[int] | None], max_depth: int, seed: int | None = None) -> None:
+def check_compact(cache, paths: list[list[int] | None], max_depth: int, seed: int | None = None, shifts: dict[int, int] | None = None) -> None:
     accepted = make_accepted(paths, max_depth)
     expected, actual = cache.copy(), cache.copy()
     reference.compact(*expected, *accepted)
-    run("compact", *actual, *accepted, seed=seed)
+    run("compact", *actual, *accepted, seed=seed, shifts=shifts)
     for tensor, other in zip(actual, expected):
         assert_exact(tensor, other)
 
@@ -223,6 +229,34 @@ def test_compact_of_rows_that_are_source_and_destination() -> None:
     for seed in range(8):
         check_compact(cache, [[0, 2, 3, 4]], 6, seed)
         check_compact(cache, [[0, *range(2, 25)]], 24, seed)
+
+
+@pytest.mark.parametrize("shift", [1, 2, 4, 8])
+def test_compact_of_a_cache_that_lies_anywhere(shift: int) -> None:
+    check_compact(make_paged_cache([5], 20, 4, 2, 16, layers=2), [[0, 2, 3, 7, 19]], 6, shifts={0: shift})
+
+
+def test_launchers_refuse_what_does_not_fit() -> None:
+    cache = make_paged_cache([5], 10, 16, 1, 4, layers=1)
+    head = HeadTopK(torch.zeros(1, 1, 4097, 1, dtype=torch.int64), torch.zeros(1, 1, 4097), torch.zeros(1, 1, 4097))
+    for call in (
+        lambda: run("compact", *cache, torch.full((1, 257), -1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)),
+        lambda: run("rerank", make_pool(1, 300, "random"), torch.tensor([1]), torch.tensor([1], dtype=torch.int32), 257),
+        lambda: run("expand_topk", **(make_expand_inputs(ExpandCase(1, 1, 4, 4, 1, 1)) | {"head": head})),
+    ):
+        with pytest.raises(AssertionError, match="launch error 1"):
+            call()
+
+
+def test_empty_batches_launch_nothing() -> None:
+    cache = make_paged_cache([5], 10, 16, 1, 4, layers=1)
+    before = cache.kv.clone()
+    run("compact", cache.kv, cache.page_table[:0], cache.seq_lens[:0], torch.zeros(0, 5, dtype=torch.int32), torch.zeros(0, dtype=torch.int32))
+    assert_exact(cache.kv, before)
+    run("expand_topk", **make_expand_inputs(ExpandCase(0, 4, 50, 16, 4, 6)))
+    run("rerank", make_pool(0, 10, "random"), torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.int32), 5)
+    nothing = torch.zeros(0, 5, dtype=torch.int64)
+    run("accept", nothing, nothing.int(), nothing, torch.zeros(0, dtype=torch.bool), 3)
 
 
 def test_compact_leaves_inactive_rows_and_absurd_pages() -> None:

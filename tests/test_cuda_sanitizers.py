@@ -34,7 +34,7 @@ class Planted(NamedTuple):
 PLANTED = [
     Planted("expand_topk", "ranks before all keys are there", "tsan", "    __syncthreads();\n\n    if (a.choices != nullptr) {", "    if (a.choices != nullptr) {"),
     Planted("expand_topk", "one node too many", "asan", "if (rank < next_size) chosen[rank] = c;", "if (rank <= next_size) chosen[rank] = c;"),
-    Planted("expand_topk", "a tile too many", "asan", "t < tiles ? max[t]", "t <= tiles ? max[t]"),
+    Planted("expand_topk", "a tile too many", "asan", "first + 32 * i < tiles ?", "first + 32 * i <= tiles ?"),
     Planted("rerank", "no barrier in pointer doubling", "tsan", "        __syncthreads();  // all have read before any writes again\n", ""),
     Planted("rerank", "counts reused too early", "tsan", "        __syncthreads();  // counts have been read\n", ""),
     Planted("rerank", "a candidate too many", "asan", "i < a.pool; i += kRerankThreads", "i <= a.pool; i += kRerankThreads"),
@@ -148,7 +148,7 @@ def test_every_kernel_has_a_planted_race_and_a_planted_overflow() -> None:
 
 @pytest.mark.parametrize("kernel, text, bug", [
     ("expand_topk", "    __syncthreads();\n\n    for (int j = warp_id();", "    if (warp_id() > 0) __syncthreads();\n\n    for (int j = warp_id();"),
-    ("expand_topk", "const float greatest = scan_tiles(keys, max, tiles, top_k, mine);", "const float greatest = lane < 31 ? scan_tiles(keys, max, tiles, top_k, mine) : max[0];"),
+    ("expand_topk", "const float greatest = value_of_key(warp_max(best_tile));", "const float greatest = lane < 31 ? value_of_key(warp_max(best_tile)) : max[0];"),
 ], ids=["block", "warp"])  # fmt: skip
 def test_a_barrier_that_not_all_threads_reach_is_reported(kernel: str, text: str, bug: str, tmp_path: Path) -> None:
     program = shim.build("asan", kernel, (text, bug))

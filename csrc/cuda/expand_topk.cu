@@ -7,18 +7,6 @@ namespace eagle::cuda {
 
 constexpr int kMaxExpandWarps = 16;
 
-struct Best {
-    int64_t key;
-    int tile;
-};
-
-// The warp's best of one (key, tile) per lane; `owner` is the lane that had it. Without any key: kPaddingKey.
-__device__ static Best warp_best(Best mine, int& owner) {
-    const int64_t key = warp_max(mine.key);
-    owner = __ffs(static_cast<int>(__ballot_sync(kFullMask, mine.key == key))) - 1;
-    return {key, __shfl_sync(kFullMask, mine.tile, owner)};
-}
-
 // log(sum of sum_exp[t] exp(max[t] - greatest)) + greatest over the tiles of a row, by the fixed operations of the rule: the warp's lanes hold 256 sums, eight each.
 __device__ static float log_sum_exp(const float* max, const float* sum_exp, int tiles, float greatest) {
     float sums[8] = {};
@@ -38,48 +26,44 @@ __device__ static float log_sum_exp(const float* max, const float* sum_exp, int 
     return greatest + fp32_log(__shfl_sync(kFullMask, sum, 0));
 }
 
-// One pass over the tiles of a row: the greatest logit (to all lanes), and each lane's best first key among every 32nd tile. Eight tiles at a time, so that sixteen loads are in flight.
-__device__ static float scan_tiles(const int64_t* keys, const float* max, int tiles, int top_k, Best& mine) {
+// Key of (max descending, tile ascending) of the best of this lane's tiles: every 32nd, eight at a time so that eight loads are in flight. kPaddingKey when it has none.
+__device__ static int64_t best_tile_of_lane(const float* max, int tiles) {
     float greatest = -INFINITY;
-    mine = {kPaddingKey, 0};
+    int tile = lane_id();
     for (int first = lane_id(); first < tiles; first += 256) {
-        int64_t first_keys[8];
         float maxima[8];
 #pragma unroll
-        for (int i = 0; i < 8; ++i) {
-            const int t = first + 32 * i;
-            first_keys[i] = t < tiles ? keys[static_cast<int64_t>(t) * top_k] : kPaddingKey;
-            maxima[i] = t < tiles ? max[t] : -INFINITY;
-        }
+        for (int i = 0; i < 8; ++i) maxima[i] = first + 32 * i < tiles ? max[first + 32 * i] : -INFINITY;
 #pragma unroll
-        for (int i = 0; i < 8; ++i) {
-            if (first_keys[i] > mine.key) mine = {first_keys[i], first + 32 * i};
-            if (maxima[i] > greatest) greatest = maxima[i];
-        }
+        for (int i = 0; i < 8; ++i)
+            if (maxima[i] > greatest) greatest = maxima[i], tile = first + 32 * i;
     }
-    return value_of_key(static_cast<int64_t>(__reduce_max_sync(kFullMask, ordered(greatest))) * (int64_t{1} << 32));
+    return tile < tiles ? ordered_key(greatest, static_cast<uint32_t>(tile)) : kPaddingKey;
 }
 
-// The top_k best keys of a row, descending: the r-th to lane r % 32, in first (r < 32) or second. They lie in the top_k tiles with the best first keys, so of the other tiles only the
-// first key is read; then the lists of those tiles are merged, at most two a lane. A lane minds every 32nd tile; when its best one is taken, all lanes together look for its next.
-__device__ static void best_keys(const int64_t* keys, int tiles, int top_k, Best mine, int64_t& first, int64_t& second) {
+// The top_k best keys of a row, descending: the r-th to lane r % 32, in first (r < 32) or second. They lie in the top_k tiles with the greatest maxima (a tile's first key has its maximum,
+// and of two tiles the earlier one has the smaller ids), so only the maxima of the other tiles are read: 8 kB a row for 2000 tiles, where their first keys would be 64 kB of sectors.
+// A lane minds every 32nd tile; when its best one is taken, all lanes together look for its next. Then the lists of the chosen tiles are merged, at most two a lane.
+__device__ static void best_keys(const int64_t* keys, const float* max, int tiles, int top_k, int64_t mine, int64_t& first, int64_t& second) {
     const int lane = lane_id();
-    int list_a = 0, list_b = 0;  // tiles of this lane's lists
-    int64_t head_a = kPaddingKey, head_b = kPaddingKey;
+    int64_t list_a = kPaddingKey, list_b = kPaddingKey;  // this lane's tiles
     for (int r = 0; r < top_k; ++r) {
-        int owner, ignored;
-        const Best best = warp_best(mine, owner);
-        if (best.key == kPaddingKey) break;  // fewer tiles than top_k
-        if (r == lane) list_a = best.tile, head_a = best.key;
-        if (r == lane + 32) list_b = best.tile, head_b = best.key;
-        Best next{kPaddingKey, 0};  // keys differ, so "less than the one taken" means "not yet taken"
+        const int64_t best = warp_max(mine);
+        if (best == kPaddingKey) break;  // fewer tiles than top_k
+        if (r == lane) list_a = best;
+        if (r == lane + 32) list_b = best;
+        const int owner = static_cast<int>(index_of_key(best) % 32);
+        int64_t next = kPaddingKey;  // tile keys differ, so "less than the one taken" means "not yet taken"
         for (int t = owner + 32 * lane; t < tiles; t += 32 * 32) {
-            const int64_t key = keys[static_cast<int64_t>(t) * top_k];
-            if (key < best.key && key > next.key) next = {key, t};
+            const int64_t key = ordered_key(max[t], static_cast<uint32_t>(t));
+            if (key < best && key > next) next = key;
         }
-        next = warp_best(next, ignored);
+        next = warp_max(next);
         if (lane == owner) mine = next;
     }
+    const auto list_of = [&](int64_t tile_key) { return tile_key == kPaddingKey ? nullptr : keys + static_cast<int64_t>(index_of_key(tile_key)) * top_k; };
+    const int64_t *left_a = list_of(list_a), *left_b = list_of(list_b);
+    int64_t head_a = left_a != nullptr ? *left_a : kPaddingKey, head_b = left_b != nullptr ? *left_b : kPaddingKey;
     int place_a = 0, place_b = 0;
     first = second = kPaddingKey;
     for (int r = 0; r < top_k; ++r) {
@@ -87,8 +71,8 @@ __device__ static void best_keys(const int64_t* keys, int tiles, int top_k, Best
         if (r == lane) first = best;
         if (r == lane + 32) second = best;
         if (best == kPaddingKey) break;
-        if (head_a == best) head_a = ++place_a < top_k ? keys[static_cast<int64_t>(list_a) * top_k + place_a] : kPaddingKey;
-        else if (head_b == best) head_b = ++place_b < top_k ? keys[static_cast<int64_t>(list_b) * top_k + place_b] : kPaddingKey;
+        if (head_a == best) head_a = ++place_a < top_k ? *++left_a : kPaddingKey;
+        else if (head_b == best) head_b = ++place_b < top_k ? *++left_b : kPaddingKey;
     }
 }
 
@@ -140,12 +124,11 @@ __global__ void __launch_bounds__(32 * kMaxExpandWarps) expand_topk_kernel(const
     for (int f = warp_id(); f < frontier; f += num_warps()) {
         const int64_t row = b * a.frontier + f;
         const float *max = a.max + row * a.tiles, *sum_exp = a.sum_exp + row * a.tiles;  // [tiles]
-        const int64_t* keys = a.keys + row * a.tiles * a.top_k;  // [tiles, top_k]
-        Best mine;
-        const float greatest = scan_tiles(keys, max, tiles, top_k, mine);
+        const int64_t best_tile = best_tile_of_lane(max, tiles);
+        const float greatest = value_of_key(warp_max(best_tile));
         const float row_log_sum_exp = greatest > -INFINITY && greatest < INFINITY ? log_sum_exp(max, sum_exp, tiles, greatest) : 0.0f;
         int64_t best[2];
-        best_keys(keys, tiles, top_k, mine, best[0], best[1]);
+        best_keys(a.keys + row * a.tiles * a.top_k, max, tiles, top_k, best_tile, best[0], best[1]);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const int r = lane + 32 * half;

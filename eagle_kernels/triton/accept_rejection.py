@@ -48,7 +48,7 @@ def _reject(target_ptr, draft_ptr, p_ptr, q_ptr, rejections, token, vocab_size, 
     tl.debug_barrier()  # other threads read single numbers of them
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["max_depth", "num_nodes"])
 def _accept_rejection_kernel(
     tokens_ptr,  # [B, num_nodes] int64
     parent_ptr,  # [B, num_nodes] int32, parent[i] < i

@@ -50,7 +50,7 @@ def _write_topk(logits, rows, columns, num_rows, vocab_size, tile, num_tiles, to
         ordered = tl.where(columns[None, :] == best_id[:, None], lowest, ordered)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "num_tiles", "top_k", "vocab_size"])
 def _head_topk_kernel(
     features_ptr,  # [num_rows, depth], row stride stride_x
     weight_ptr,  # [vocab_size, depth] contiguous
@@ -76,7 +76,7 @@ def _head_topk_kernel(
     _write_topk(logits, rows, columns, num_rows, vocab_size, tile, num_tiles, top_k, keys_ptr, max_ptr, sum_exp_ptr)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "num_tiles", "top_k"])
 def _logits_topk_kernel(
     logits_ptr,  # [num_rows, vocab_size] fp32, row stride stride_x
     keys_ptr,  # [num_rows, num_tiles, top_k] int64

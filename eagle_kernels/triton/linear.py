@@ -28,7 +28,7 @@ def _linear_constants(depth: int, bias: bool) -> dict:
     return {"EVEN_K": depth % BLOCK_K == 0, "HAS_BIAS": bias, "BLOCK_M": BLOCK_M, "BLOCK_N": BLOCK_N, "BLOCK_K": BLOCK_K}
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _linear_kernel(
     x_ptr,  # [num_rows, depth], row stride stride_x
     weight_ptr,  # [out_features, depth] contiguous
@@ -55,7 +55,7 @@ def _linear_kernel(
     tl.store(out_ptrs, round_to(acc, out_ptr.dtype.element_ty), mask=(rows < num_rows)[:, None] & (columns < out_features)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_ids"])
 def _embedding_kernel(
     ids_ptr,  # [rows] int64
     weight_ptr,  # [num_ids, size] contiguous
@@ -71,7 +71,7 @@ def _embedding_kernel(
     tl.store(out_ptr + row * size + i, tl.load(weight_ptr + token * size + i, mask=i < size), mask=i < size)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_experts"])
 def _expert_linear_kernel(
     x_ptr,  # [rows, depth], row stride stride_x
     weight_ptr,  # [num_experts, out_features, depth] contiguous

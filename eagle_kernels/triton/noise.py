@@ -69,7 +69,7 @@ def uniform_of(word):
     return fma((word >> 9).to(tl.float32), tl.full(word.shape, 1.1920928955078125e-07, tl.float32), tl.full(word.shape, 5.9604644775390625e-08, tl.float32))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stream", "uniform"])
 def _noise_kernel(
     seeds_ptr,  # [rows] int64
     positions_ptr,  # [rows] int64

@@ -32,7 +32,7 @@ def _hidden(x_ptr, residual_ptr, i, mask, HAS_RESIDUAL: tl.constexpr):
     return to_float(x)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["inner"])
 def _rms_norm_kernel(
     x_ptr,  # [outer, inner, size], strides below, last dimension contiguous
     weight_ptr,  # [size] fp32

@@ -20,7 +20,7 @@ def _config(head_dim: int) -> tuple[dict, dict]:
     return {"HEADS": HEADS_OF_A_PROGRAM, "BLOCK": block}, {"num_warps": min(block // 32, 4), "num_stages": 1, "enable_fp_fusion": False}
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["kv_heads", "max_pages", "max_positions", "num_pages", "num_queries", "page_size", "q_heads", "row_offset"])
 def _rope_store_kv_kernel(
     q_ptr,  # [B, Q, q_heads, head_dim], strides below; rotated in place
     k_ptr,  # [B, Q, kv_heads, head_dim], strides below

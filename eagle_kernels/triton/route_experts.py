@@ -13,7 +13,7 @@ CONSTANTS = {"BLOCK": 256}  # the greatest number of experts
 OPTIONS = {"num_warps": 1, "num_stages": 1, "enable_fp_fusion": False}
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["experts", "normalize", "top_k"])
 def _route_experts_kernel(
     logits_ptr,  # [rows, experts] contiguous
     weights_ptr,  # [rows, top_k] fp32

@@ -13,7 +13,7 @@ LEAST_KEY = tl.constexpr(-9223372036854775808)
 GREATEST_KEY = tl.constexpr(9223372036854775807)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count", "has_bias", "has_counts", "has_frequency", "has_log_probs", "has_presence", "has_prompt", "has_repetition", "lanes", "min_p_first"])
 def _sample_kernel(
     logits_ptr,  # [rows, vocab_size] fp32, row stride stride_x
     temperature_ptr,  # [rows] fp32

@@ -14,7 +14,7 @@ import triton.language as tl
 from eagle_kernels.triton.common import dot, exp2
 from eagle_kernels.triton.tree_mask import bitwise_or, count_bits, count_bits_32, low_bits, nth_set_bit, split_word, unpack_bits
 
-NO_SPECIALIZATION = ["group", "num_queries", "num_heads", "num_kv_heads", "max_pages", "page_shift", "num_words", "num_splits", "window", "causal", "split_len"]
+NO_SPECIALIZATION = ["group", "num_queries", "num_heads", "num_kv_heads", "max_pages", "page_shift", "num_words", "num_splits", "window", "causal", "split_len", "has_lse"]
 
 
 @triton.jit
