@@ -33,6 +33,19 @@ class AotCase(NamedTuple):
     small: bool = False
 
 
+def in_both_dtypes(cases: list[AotCase]) -> list[AotCase]:
+    """Cases written for bf16, and the same for fp16; those without a bf16 pointer once."""
+    result = []
+    for case in cases:
+        if "*bf16" not in case.signature.values():
+            result.append(case)
+            continue
+        for dtype in ("bf16", "fp16"):
+            signature = {name: f"*{dtype}" if kind == "*bf16" else kind for name, kind in case.signature.items()}
+            result.append(case._replace(name=f"{case.name}-{dtype}", signature=signature))
+    return result
+
+
 @triton.jit
 def fma(a, b, c):
     """Fused multiply-add in fp32. numpy has none, so the interpreter goes through fp64, where the product is exact; only the last of two roundings could differ, by chance 2^-29."""

@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from eagle_kernels.checks import check_tensor, refuse
-from eagle_kernels.triton.common import AotCase, to_float
+from eagle_kernels.triton.common import AotCase, in_both_dtypes, to_float
 from eagle_kernels.triton.rounding import round_to
 
 DTYPES = (torch.bfloat16, torch.float16)
@@ -114,4 +114,4 @@ def aot_cases() -> list[AotCase]:
             signature |= dict.fromkeys(("stride_xo", "stride_xi", "stride_oo", "stride_oi"), "i64") | {"inner": "i32", "size": "i32", "eps": "fp32"} | dict.fromkeys(constants, "constexpr")
             aligned = ("x_ptr", "weight_ptr", "residual_ptr", "out_ptr", "stride_xo", "stride_xi", "stride_oo", "stride_oi", "size")
             cases.append(AotCase(f"rms_norm-{size}" + ("-residual" if residual else ""), _rms_norm_kernel, signature, constants, aligned, options, small=True))
-    return cases
+    return in_both_dtypes(cases)

@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from eagle_kernels.checks import check_tensor, refuse
-from eagle_kernels.triton.common import AotCase, to_float
+from eagle_kernels.triton.common import AotCase, in_both_dtypes, to_float
 from eagle_kernels.triton.rounding import round_to
 
 DTYPES = (torch.bfloat16, torch.float16)
@@ -134,4 +134,4 @@ def aot_cases() -> list[AotCase]:
         numbers = ("num_queries", "q_heads", "kv_heads", "head_dim", "max_positions", "num_pages", "page_size", "max_pages", "row_offset")
         signature |= dict.fromkeys(numbers, "i32") | dict.fromkeys(constants, "constexpr")
         cases.append(AotCase(f"rope_store_kv-{head_dim}", _rope_store_kv_kernel, signature, constants, (*pointers, *strides, "head_dim"), options, small=True))
-    return cases
+    return in_both_dtypes(cases)

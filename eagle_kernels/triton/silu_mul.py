@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from eagle_kernels.checks import check_tensor, refuse
-from eagle_kernels.triton.common import AotCase, to_float
+from eagle_kernels.triton.common import AotCase, in_both_dtypes, to_float
 from eagle_kernels.triton.rounding import round_to
 
 DTYPES = (torch.bfloat16, torch.float16)
@@ -52,4 +52,4 @@ def silu_mul(gate_up: Tensor, out: Tensor) -> None:
 def aot_cases() -> list[AotCase]:
     """Every configuration that `silu_mul` can launch."""
     signature = {"gate_up_ptr": "*bf16", "out_ptr": "*bf16", "stride_x": "i64", "stride_o": "i64", "size": "i32", "BLOCK": "constexpr"}
-    return [AotCase("silu_mul", _silu_mul_kernel, signature, CONSTANTS, tuple(signature)[:5], OPTIONS, small=True)]
+    return in_both_dtypes([AotCase("silu_mul", _silu_mul_kernel, signature, CONSTANTS, tuple(signature)[:5], OPTIONS, small=True)])

@@ -87,7 +87,7 @@ def tree_attention(
         num_splits = programs = max(2, min(programs, triton.cdiv(capacity, BLOCK_N) + 1))
     partial = torch.empty(batch, num_kv_heads, num_splits, rows, head_dim, dtype=torch.float32, device=device)
     stats = torch.empty(batch, num_kv_heads, num_splits, rows, 2, dtype=torch.float32, device=device)
-    mask_or_any = seq_lens if mask is None else mask
+    mask_or_any = torch.empty(1, dtype=torch.int64, device=device) if mask is None else mask  # never read, but its type is part of what is compiled
     causal = int(mask is None)
 
     constants, options = _attend_config(head_dim, block_m, general)
