@@ -1,10 +1,13 @@
-# Two commands for a fresh machine: `make demo` and `make test`. Both set up .venv first, once.
+# Two commands for a fresh machine: `make demo` and `make test`. Both set up .venv first, once. `make test-all` adds the slow half of the tests.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test bench clean
+# The Triton of the oldest supported torch, beside the newest one in .venv; tests/test_aot.py compiles with both.
+OLDEST_TRITON := $(VENV)/triton-3.6
+
+.PHONY: demo test test-all bench clean
 
 $(STAMP): setup.py pyproject.toml constraints.txt $(wildcard csrc/*.cpp csrc/*.h csrc/cpu/* csrc/cuda/*)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -16,8 +19,15 @@ demo: $(STAMP)
 	$(BIN)/eagle demo
 
 # One OpenMP thread, since the tensors of the tests are tiny; those about threads set their own number.
-test: $(STAMP)
+test: $(STAMP) $(OLDEST_TRITON)/.installed
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow"
+
+test-all: $(STAMP) $(OLDEST_TRITON)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+$(OLDEST_TRITON)/.installed: $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(OLDEST_TRITON) --upgrade triton==3.6.0
+	touch $@
 
 bench: $(STAMP)
 	$(BIN)/python bench/bench_linear.py
