@@ -166,14 +166,15 @@ def aot_cases() -> list[AotCase]:
             for bias in (False, True):
                 for out in (dtype, "fp32") if dtype == "bf16" and not bias else (dtype,):
                     constants = _linear_constants(BLOCK_K if even else 1, bias)
-                    signature = {"x_ptr": f"*{dtype}", "weight_ptr": f"*{dtype}", "bias_ptr": f"*{dtype}", "out_ptr": f"*{out}", "num_rows": "i32", "out_features": "i32", "depth": "i32"}
-                    signature |= {"stride_x": "i64", "stride_out": "i64"} | dict.fromkeys(constants, "constexpr")
+                    signature = {"x_ptr": f"*{dtype}", "weight_ptr": f"*{dtype}", "bias_ptr": f"*{dtype}", "out_ptr": f"*{out}"}
+                    signature |= {"num_rows": "i32", "out_features": "i32", "depth": "i32", "stride_x": "i64", "stride_out": "i64"} | dict.fromkeys(constants, "constexpr")
                     aligned = ("x_ptr", "weight_ptr", "bias_ptr", "out_ptr", "out_features", "depth", "stride_x", "stride_out")
                     name = f"linear-{dtype}" + ("" if even else "-tail") + ("-bias" if bias else "") + ("-fp32" if out == "fp32" else "")
                     cases.append(AotCase(name, _linear_kernel, signature, constants, aligned, LINEAR_OPTIONS, mma="mma"))
     signature = {"ids_ptr": "*i64", "weight_ptr": "*bf16", "out_ptr": "*bf16", "num_ids": "i32", "size": "i32", "BLOCK": "constexpr"}
     cases.append(AotCase("embedding", _embedding_kernel, signature, EMBEDDING_CONSTANTS, ("ids_ptr", "weight_ptr", "out_ptr", "size"), EMBEDDING_OPTIONS, small=True))
-    signature = {"x_ptr": "*bf16", "weight_ptr": "*bf16", "expert_ids_ptr": "*i32", "out_ptr": "*bf16", "num_experts": "i32", "out_features": "i32", "depth": "i32", "stride_x": "i64", "stride_out": "i64"}
+    signature = {"x_ptr": "*bf16", "weight_ptr": "*bf16", "expert_ids_ptr": "*i32", "out_ptr": "*bf16", "num_experts": "i32", "out_features": "i32", "depth": "i32"}
+    signature |= {"stride_x": "i64", "stride_out": "i64"} | dict.fromkeys(EXPERT_CONSTANTS, "constexpr")
     aligned = ("x_ptr", "weight_ptr", "expert_ids_ptr", "out_ptr", "out_features", "depth", "stride_x", "stride_out")
-    cases.append(AotCase("expert_linear", _expert_linear_kernel, signature | dict.fromkeys(EXPERT_CONSTANTS, "constexpr"), EXPERT_CONSTANTS, aligned, EXPERT_OPTIONS, small=True))
+    cases.append(AotCase("expert_linear", _expert_linear_kernel, signature, EXPERT_CONSTANTS, aligned, EXPERT_OPTIONS, small=True))
     return cases
