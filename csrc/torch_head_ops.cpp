@@ -17,9 +17,9 @@ eagle::LogitsTopkArgs topk_args(int64_t rows, int64_t vocab, const Tensor& keys,
 
 void head_topk(const Tensor& features, const Tensor& weight, int64_t out_features, Tensor keys, Tensor max, Tensor sum_exp) {
     check_packed("features", features, weight, out_features, false);
-    const eagle::HeadTopkArgs args{{features.const_data_ptr<float>(), weight.const_data_ptr(), nullptr, nullptr, nullptr, features.size(0), features.size(1), out_features, features.stride(0), 0, 1,
-                                    weight_dtype("weight", weight), threads()},
-                                   topk_args(features.size(0), out_features, keys, max, sum_exp)};
+    const eagle::LinearArgs head{features.const_data_ptr<float>(), weight.const_data_ptr(), nullptr, nullptr, nullptr, features.size(0), features.size(1), out_features,
+                                 features.stride(0), 0, 1, weight_dtype("weight", weight), threads()};
+    const eagle::HeadTopkArgs args{head, topk_args(features.size(0), out_features, keys, max, sum_exp)};
     launch([args] { eagle::kernels().head_topk(args); }, {features, weight, keys, max, sum_exp});
 }
 

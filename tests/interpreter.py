@@ -1,9 +1,11 @@
 """What the tests of Triton kernels under the interpreter share."""
 
+import sys
 from collections.abc import Iterator
 
 import pytest
 import torch
+import triton.language as tl
 from triton.runtime import interpreter
 
 half_dtypes = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
@@ -21,3 +23,34 @@ def fixed_order_dot(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Matrix products as one chain per element over ascending k. numpy's own depend on where in its tile a row stands, which a GPU's do not."""
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", _dot_in_order)
     yield
+
+
+@pytest.fixture
+def only_listed_launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Every launch of the test must have the constants and options of a case in aot_cases(): what dispatch can choose is compiled ahead of time."""
+    run = interpreter.InterpretedFunction.run
+
+    def checked_run(self: interpreter.InterpretedFunction, *args: object, grid: object, warmup: bool, **kwargs: object) -> object:
+        modules = [module for name, module in sys.modules.items() if name.startswith("eagle_kernels.triton.") and hasattr(module, "aot_cases")]
+        listed = [case.constants | case.options for module in modules for case in module.aot_cases() if case.kernel is self]
+        assert kwargs in listed, f"{self.__name__} was launched with {kwargs}, which aot_cases() does not list"
+        return run(self, *args, grid=grid, warmup=warmup, **kwargs)
+
+    monkeypatch.setattr(interpreter.InterpretedFunction, "run", checked_run)
+    yield
+
+
+_patched: set[frozenset[str]] = set()
+
+
+def _call_device_function(self: interpreter.InterpretedFunction, *args: object, **kwargs: object) -> object:
+    """As the interpreter has it, but for the patching of triton.language, which there is done anew for every call and takes half of all time. The kernel's launch has patched triton.language; what else a
+    function sees (triton.language.core, in Triton's own functions) is never restored, so once is enough."""
+    seen = frozenset(value.__name__ for value in self.fn.__globals__.values() if value is tl or value is tl.core)
+    if seen != {tl.__name__} and seen not in _patched:
+        interpreter._patch_lang(self.fn)
+        _patched.add(seen)
+    return self.rewrite()(*args, **kwargs)
+
+
+interpreter.InterpretedFunction.__call__ = _call_device_function

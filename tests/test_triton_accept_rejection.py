@@ -9,6 +9,8 @@ from helpers import assert_bad_tensors_refused, assert_exact, assert_refused
 from test_accept import max_depth_of
 from test_accept_rejection import make_inputs
 
+pytestmark = pytest.mark.usefixtures("only_listed_launches")
+
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -34,7 +36,9 @@ def check(inputs: dict[str, torch.Tensor], max_depth: int) -> Accepted:
 
 @pytest.mark.parametrize("zeros", [0.0, 0.4], ids=["dense", "sparse"])
 @pytest.mark.parametrize("branching", ["random", "chain", "star", "deep"])
-@pytest.mark.parametrize("batch, num_nodes, vocab_size", [(2, 1, 5), (4, 10, 7), (3, 26, 150), pytest.param(2, 64, 500, marks=pytest.mark.slow), pytest.param(1, 256, 40, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "batch, num_nodes, vocab_size", [(2, 1, 5), (4, 10, 7), (3, 26, 150), pytest.param(2, 64, 500, marks=pytest.mark.slow), pytest.param(1, 256, 40, marks=pytest.mark.slow)]
+)
 def test_matches_reference(batch: int, num_nodes: int, vocab_size: int, branching: str, zeros: float) -> None:
     inputs = make_inputs(batch, num_nodes, vocab_size, branching, zeros)
     depth = max_depth_of(inputs["parent"])

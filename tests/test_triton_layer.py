@@ -6,11 +6,12 @@ from eagle_kernels import reference
 from eagle_kernels.triton.rms_norm import rms_norm
 from eagle_kernels.triton.rope_store_kv import rope_store_kv
 from eagle_kernels.triton.route_experts import route_experts
-from eagle_kernels.triton.silu_mul import silu_mul
+from eagle_kernels.triton.silu_mul import OPTIONS, _silu_mul_kernel, silu_mul
 from helpers import ABSURD_PAGES, assert_bad_tensors_refused, assert_close_fp32, assert_exact, assert_refused, make_paged_cache, strided_copy
 from interpreter import half_dtypes
 from test_rope_store_kv import Case, make_rope_table
 
+pytestmark = pytest.mark.usefixtures("only_listed_launches")
 NAN = float("nan")
 
 
@@ -160,6 +161,12 @@ def test_rows_do_not_depend_on_their_company() -> None:
         together = op(slice(0, 33))
         for rows in (slice(0, 1), slice(4, 5), slice(2, 7), slice(32, 33)):
             assert_exact(op(rows), together[rows])
+
+
+def test_an_unlisted_launch_is_caught() -> None:
+    x = torch.zeros(1, 8).bfloat16()
+    with pytest.raises(AssertionError, match="aot_cases"):
+        _silu_mul_kernel[(1, 1)](x, x, 8, 8, 4, BLOCK=512, **OPTIONS)
 
 
 def test_empty() -> None:

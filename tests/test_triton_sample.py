@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from test_gumbel_noise import random_keys
 from test_sample import make_logits, make_parameters, make_penalties, special_values
 
+pytestmark = pytest.mark.usefixtures("only_listed_launches")
 NAN = float("nan")
 FILTERS = ("temperature", "top_k", "top_p", "min_p")
 PENALTIES = ("logit_bias", "repetition_penalty", "presence_penalty", "frequency_penalty", "prompt_mask", "output_counts")
@@ -73,7 +74,8 @@ def test_sample(vocab_size: int, kind: str, order: str, few_passes: None) -> Non
 def test_sample_as_it_is_launched(kind: str) -> None:
     """With the GPU's own block and thresholds, over several blocks."""
     logits, parameters = make_logits(4, 4100, kind), make_parameters(4, 4100)
-    parameters |= {"temperature": torch.full((4,), 0.8), "top_k": torch.tensor([50, 0, 3, 0], dtype=torch.int32), "top_p": torch.tensor([0.9, 0.95, 1.0, 1.0]), "min_p": torch.tensor([0.0, 0.0, 0.1, 0.0])}
+    parameters |= {"temperature": torch.full((4,), 0.8), "top_k": torch.tensor([50, 0, 3, 0], dtype=torch.int32)}
+    parameters |= {"top_p": torch.tensor([0.9, 0.95, 1.0, 1.0]), "min_p": torch.tensor([0.0, 0.0, 0.1, 0.0])}
     assert_exact(run_sample(logits, parameters), reference.sample(logits, **parameters))
 
 

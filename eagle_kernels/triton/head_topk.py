@@ -147,9 +147,11 @@ def aot_cases() -> list[AotCase]:
     for dtype in ("bf16", "fp16"):
         for even in (True, False):
             constants = _head_constants(BLOCK_K if even else 1)
-            signature = {"features_ptr": f"*{dtype}", "weight_ptr": f"*{dtype}"} | result | {"num_rows": "i32", "vocab_size": "i32", "depth": "i32", "stride_x": "i64", "num_tiles": "i32", "top_k": "i32"}
+            signature = {"features_ptr": f"*{dtype}", "weight_ptr": f"*{dtype}"} | result | {"num_rows": "i32", "vocab_size": "i32", "depth": "i32", "stride_x": "i64"}
+            signature |= {"num_tiles": "i32", "top_k": "i32"} | dict.fromkeys(constants, "constexpr")
             aligned = ("features_ptr", "weight_ptr", *result, "depth", "stride_x")
-            cases.append(AotCase(f"head_topk-{dtype}" + ("" if even else "-tail"), _head_topk_kernel, signature | dict.fromkeys(constants, "constexpr"), constants, aligned, HEAD_OPTIONS, mma="mma"))
-    signature = {"logits_ptr": "*fp32"} | result | {"num_rows": "i32", "vocab_size": "i32", "stride_x": "i64", "num_tiles": "i32", "top_k": "i32"} | dict.fromkeys(LOGITS_CONSTANTS, "constexpr")
+            cases.append(AotCase(f"head_topk-{dtype}" + ("" if even else "-tail"), _head_topk_kernel, signature, constants, aligned, HEAD_OPTIONS, mma="mma"))
+    signature = {"logits_ptr": "*fp32"} | result | {"num_rows": "i32", "vocab_size": "i32", "stride_x": "i64", "num_tiles": "i32", "top_k": "i32"}
+    signature |= dict.fromkeys(LOGITS_CONSTANTS, "constexpr")
     cases.append(AotCase("logits_topk", _logits_topk_kernel, signature, LOGITS_CONSTANTS, ("logits_ptr", *result, "vocab_size", "stride_x"), LOGITS_OPTIONS, small=True))
     return cases

@@ -166,8 +166,8 @@ def aot_cases() -> list[AotCase]:
             for bias in (False, True):
                 for out in (dtype,) if bias else (dtype, "fp32"):
                     constants = _linear_constants(BLOCK_K if even else 1, bias)
-                    signature = {"x_ptr": f"*{dtype}", "weight_ptr": f"*{dtype}", "bias_ptr": f"*{dtype}", "out_ptr": f"*{out}", "num_rows": "i32", "out_features": "i32", "depth": "i32"}
-                    signature |= {"stride_x": "i64", "stride_out": "i64"} | dict.fromkeys(constants, "constexpr")
+                    signature = {"x_ptr": f"*{dtype}", "weight_ptr": f"*{dtype}", "bias_ptr": f"*{dtype}", "out_ptr": f"*{out}"}
+                    signature |= {"num_rows": "i32", "out_features": "i32", "depth": "i32", "stride_x": "i64", "stride_out": "i64"} | dict.fromkeys(constants, "constexpr")
                     aligned = ("x_ptr", "weight_ptr", "bias_ptr", "out_ptr", "out_features", "depth", "stride_x", "stride_out")
                     name = f"linear-{dtype}" + ("" if even else "-tail") + ("-bias" if bias else "") + ("-fp32" if out == "fp32" else "")
                     cases.append(AotCase(name, _linear_kernel, signature, constants, aligned, LINEAR_OPTIONS, mma="mma"))

@@ -127,7 +127,8 @@ def aot_cases() -> list[AotCase]:
     cases = []
     for head_dim in (2 * block for block in HALF_BLOCKS):
         constants, options = _config(head_dim)
-        signature = {"q_ptr": "*bf16", "k_ptr": "*bf16", "v_ptr": "*bf16", "position_ids_ptr": "*i64", "rope_table_ptr": "*fp32", "kv_ptr": "*bf16", "page_table_ptr": "*i32", "seq_lens_ptr": "*i32"}
+        signature = {"q_ptr": "*bf16", "k_ptr": "*bf16", "v_ptr": "*bf16", "position_ids_ptr": "*i64", "rope_table_ptr": "*fp32", "kv_ptr": "*bf16"}
+        signature |= {"page_table_ptr": "*i32", "seq_lens_ptr": "*i32"}
         pointers = tuple(signature)
         strides = [f"stride_{tensor}{dimension}" for tensor in "qkv" for dimension in "bnh"] + ["stride_plane"]
         signature |= dict.fromkeys(strides, "i64")

@@ -37,14 +37,15 @@ def _launch(mode: int, logits: Tensor, parameters: tuple[Tensor, ...], keys: tup
     list_ids = torch.empty_like(list_z, dtype=torch.int32)
     has = [int(tensor is not None) for tensor in adjustments]
     _sample_kernel[(logits.shape[0],)](
-        logits, *parameters, *keys, *pointers, out, logits if log_probs is None else log_probs, list_z, list_ids, logits.stride(0), logits.shape[1], int(min_p_first), lanes, count, *has,
-        int(log_probs is not None), **constants, **OPTIONS,
+        logits, *parameters, *keys, *pointers, out, logits if log_probs is None else log_probs, list_z, list_ids,
+        logits.stride(0), logits.shape[1], int(min_p_first), lanes, count, *has, int(log_probs is not None), **constants, **OPTIONS,
     )  # fmt: skip
 
 
 def sample(
-    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, seeds: Tensor, positions: Tensor, min_p_first: bool, logit_bias: Tensor | None, repetition_penalty: Tensor | None,
-    presence_penalty: Tensor | None, frequency_penalty: Tensor | None, prompt_mask: Tensor | None, output_counts: Tensor | None, out: Tensor, log_probs: Tensor | None,
+    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, seeds: Tensor, positions: Tensor, min_p_first: bool, logit_bias: Tensor | None,
+    repetition_penalty: Tensor | None, presence_penalty: Tensor | None, frequency_penalty: Tensor | None, prompt_mask: Tensor | None, output_counts: Tensor | None,
+    out: Tensor, log_probs: Tensor | None,
 ) -> None:  # fmt: skip
     """The op eagle_kernels::sample on CUDA; shapes as in eagle_kernels.sample."""
     _check_rows(logits, temperature, top_k, top_p, min_p)

@@ -1,7 +1,7 @@
 """The filters of sample, filter_probs and draw_children on CUDA: each keeps a leading part of the order (z descending, id ascending), and the cuts are found without sorting.
 
-What decides are fixed fp32 operations, integers and single fp64 comparisons, so that exactly the tokens of eagle_kernels/reference/sample.py stay: z = x / temperature is an IEEE division,
-probability masses exp(z - max z) are integers in units of 2^-40, and ordered(z) is the int32 that ascends with z.
+What decides are fixed fp32 operations, integers and single fp64 comparisons, so that exactly the tokens of eagle_kernels/reference/sample.py stay: z = x / temperature is
+an IEEE division, probability masses exp(z - max z) are integers in units of 2^-40, and ordered(z) is the int32 that ascends with z.
 """
 
 import triton

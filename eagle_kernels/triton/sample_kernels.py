@@ -52,8 +52,8 @@ def _sample_kernel(
 ):
     """One program per row. Grid (rows).
 
-    A row without filters is read once. With filters it is read three times, to find the maximum, the distance from it that matters, and to list the tokens within; what follows reads the list. A row too
-    flat for the list is read about 15 times per cut instead.
+    A row without filters is read once. With filters it is read three times, to find the maximum, the distance from it that matters, and to list the tokens within; what
+    follows reads the list. A row too flat for the list is read about 15 times per cut instead.
     """
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * stride_x
