@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 
 import torch
@@ -147,6 +148,20 @@ class Engine:
                 draft_vocab = DEMO_DRAFT_VOCAB if draft_path == demo_drafter_path() else None
             drafter = Drafter.from_directory(draft_path, model, max_positions=max_positions, draft_vocab=draft_vocab)
         return cls(model, drafter, Tokenizer.from_checkpoint(checkpoint), config)
+
+    @property
+    def memory_bytes(self) -> dict[str, int]:
+        """What the engine has allocated for good, by purpose: weights of the target and (its own alone) of the drafter, KV cache, and the buffers of a step. Activations come on top: on CUDA they belong to
+        the captured graphs."""
+        caches = [cache for cache in (self.state.target_cache, self.state.draft_cache) if cache is not None]
+        buffers = [getattr(self.state, field.name) for field in fields(self.state)]
+        drafter = self.models.drafter
+        return {
+            "target": self.models.target.num_bytes,
+            "drafter": 0 if drafter is None else drafter.num_bytes,
+            "kv_cache": sum(cache.nbytes for cache in caches),
+            "state": sum(tensor.nbytes for tensor in buffers if isinstance(tensor, Tensor)) - sum(cache.nbytes for cache in caches),
+        }
 
     def plain(self) -> Engine:
         """An engine of plain decoding on the same target, weights shared."""

@@ -9,10 +9,10 @@ from eagle_kernels._extension import OPS
 def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
     """y = weight * h / sqrt(mean(h^2) + eps), h = x, or residual += x when there is a residual.
 
-    x         [R, H] or [R, heads, H] fp32, last dimension contiguous; other leading shapes must be contiguous
+    x         [R, H] or [R, heads, H] fp32 (CUDA: bf16 or fp16), last dimension contiguous; other leading shapes must be contiguous
     weight    [H] fp32
     residual  as x, contiguous, or None; modified
-    returns   as x, fp32
+    returns   as x
     """
     if out is None:
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)

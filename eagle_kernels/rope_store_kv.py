@@ -10,11 +10,11 @@ def rope_store_kv(
 ) -> None:
     """Rotate q in place; write the rotated k, and v, into the cache at tentative rows row_offset, row_offset + 1, ...
 
-    q             [B, Q, q_heads, D] fp32, last dimension contiguous; modified
-    k, v          [B, Q, kv_heads, D] fp32, last dimension contiguous
+    q             [B, Q, q_heads, D] fp32 (CUDA: bf16 or fp16), last dimension contiguous; modified
+    k, v          [B, Q, kv_heads, D] as q, last dimension contiguous
     position_ids  [B, Q] int64; positions outside the table use its nearest end (padding rows only: the engine sizes the table by the longest sequence)
     rope_table    [max_positions, D] fp32, cos of the D / 2 frequencies, then sin
-    kv_cache      one layer's [2, pages, page_size, kv_heads, D], fp32 or bf16, contiguous; modified
+    kv_cache      one layer's [2, pages, page_size, kv_heads, D], fp32 or bf16 (CUDA: q's dtype), contiguous; modified
     page_table    [B, max_pages] int32
     seq_lens      [B] int32
 

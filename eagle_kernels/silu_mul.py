@@ -8,8 +8,8 @@ from eagle_kernels._extension import OPS
 def silu_mul(gate_up: Tensor, *, out: Tensor | None = None) -> Tensor:
     """y = silu(gate) * up.
 
-    gate_up  [..., 2 I] fp32: gate, then up; last dimension contiguous
-    returns  [..., I] fp32
+    gate_up  [..., 2 I] fp32 (CUDA: bf16 or fp16): gate, then up; last dimension contiguous
+    returns  [..., I], gate_up's dtype
     """
     size = gate_up.shape[-1] // 2
     if out is None:

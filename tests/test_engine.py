@@ -352,3 +352,13 @@ def test_stats_add_up():
     assert 1.0 + sum(stats.acceptance_by_depth) == pytest.approx(stats.acceptance_length)
     assert stats.acceptance_by_depth == sorted(stats.acceptance_by_depth, reverse=True)
     assert set(stats.time_per_phase) == {"prefill", "draft", "verify", "sample", "compact"} and all(seconds > 0 for seconds in stats.time_per_phase.values())
+
+
+def test_memory_is_told_by_purpose():
+    target = tiny_target("llama")
+    engine = make_engine(target, random_drafter(target))
+    told = engine.memory_bytes
+    cache = engine.state.target_cache
+    assert told["kv_cache"] == cache.nbytes + engine.state.draft_cache.nbytes
+    assert told["target"] == engine.models.target.num_bytes > 0
+    assert 0 < told["state"] < 1 << 20 and told["drafter"] == engine.models.drafter.num_bytes > 0

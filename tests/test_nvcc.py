@@ -44,6 +44,13 @@ def test_the_table_is_complete_and_without_stack_or_spills() -> None:
             assert resources["registers"] <= 128, f"{kernel} sm_{target}"
 
 
+def test_kernels_hold_no_inline_assembly_and_no_asynchronous_copies() -> None:
+    """The CPU shim runs what C++ says and nothing else; the order of asynchronous copies is left to Triton's compiler."""
+    for path in (nvcc.ROOT / "csrc" / "cuda").iterdir():
+        code = re.sub(r"//.*", "", path.read_text())
+        assert not re.search(r"\basm\b|cp\.async|memcpy_async|cuda::(barrier|pipeline)|wgmma|mbarrier", code), path.name
+
+
 def test_a_change_is_told_readably() -> None:
     one = {"registers": 40, "static_shared_bytes": 0, "stack_bytes": 0, "spill_bytes": 0}
     table = {"a_kernel": {"90a": one, "80": one}, "b_kernel": {"90a": one}}

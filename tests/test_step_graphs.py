@@ -177,7 +177,7 @@ class LaunchCounter(TorchDispatchMode):
         return result
 
 
-def engine_without_data(tree: dict, **options) -> Engine:
+def engine_without_data(tree: dict, draft_vocab: int | None = None, **options) -> Engine:
     """An engine as it is on CUDA, weights as rows and activations in bf16, whose tensors hold no data: their device is "meta"."""
     weights = {}
     for name, (shape, dtype) in SHAPES.items():
@@ -186,7 +186,8 @@ def engine_without_data(tree: dict, **options) -> Engine:
     drafter = None
     if tree is not None:
         drafter_config = DrafterConfig.from_dict(DRAFTER_CONFIG)
-        drafter = Drafter(drafter_config, {name: torch.empty(shape) for name, shape in drafter_config.expected_tensors().items()}, target, max_positions=512)
+        tensors = {name: torch.empty(shape) for name, shape in drafter_config.expected_tensors().items()}
+        drafter = Drafter(drafter_config, tensors, target, max_positions=512, draft_vocab=None if draft_vocab is None else torch.arange(draft_vocab))
     return Engine(target, drafter, None, EagleConfig(max_model_len=160, page_size=8, enforce_eager=True, **(tree or {}), **options), eos_token_ids=())
 
 
@@ -230,6 +231,23 @@ def test_a_step_never_asks_the_host_and_keeps_its_launch_budget(tree: str, deter
     assert launches["eagle_kernels.rerank"] == launches["eagle_kernels.sample"] == launches["eagle_kernels.accept"] == 1
     assert launches["eagle_kernels.compact"] == (1 if shape.levels else 0)
     assert launches["eagle_kernels.expand_topk"] == launches["eagle_kernels.head_topk"] == len(shape.levels)
+
+
+@pytest.mark.parametrize("draft_vocab", [None, 40], ids=["whole-vocabulary", "draft-vocabulary"])
+@pytest.mark.parametrize("tree", ["static", "chain"])
+def test_a_step_of_rejection_sampling_never_asks_the_host(tree: str, draft_vocab: int | None) -> None:
+    engine = engine_without_data(TREES[tree], acceptance="rejection", draft_vocab=draft_vocab)
+    with torch.inference_mode(), LaunchCounter() as counter:
+        run_step(engine.models, engine.state, 2, PhaseTimer())
+    assert counter.launches["eagle_kernels.accept_rejection"] == 1
+    assert counter.launches["eagle_kernels.draw_children"] == len(engine.models.shape.levels)
+
+
+def test_a_draft_vocabulary_is_mapped_on_the_device() -> None:
+    engine = engine_without_data(TREES["dynamic"], draft_vocab=40)
+    assert engine.models.drafter.draft_to_target.device.type == "meta"
+    with torch.inference_mode():
+        run_step(engine.models, engine.state, 2, PhaseTimer())
 
 
 def test_a_step_that_asks_the_host_or_mixes_devices_is_found() -> None:

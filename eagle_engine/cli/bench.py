@@ -72,6 +72,7 @@ def run(args: argparse.Namespace) -> int:
     encoded = [encode_turns(engine, [prompt.turns[0]], raw=args.raw, system=args.system) for prompt in prompts]
     groups = [range(start, min(start + args.batch_size, len(encoded))) for start in range(0, len(encoded), args.batch_size)]
     note(f"{describe_models(args, engine)}; {describe_sampling(params)}; {len(prompts)} prompts, at most {params.max_tokens} tokens each")
+    note("memory: " + ", ".join(f"{name.replace('_', ' ')} {size / 1e6:.0f} MB" for name, size in engine.memory_bytes.items()))
 
     plain, speculative, baseline = Measured(), Measured(), Measured()
     failures: list[tuple[str, str]] = []
