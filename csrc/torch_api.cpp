@@ -32,8 +32,8 @@ TORCH_LIBRARY(eagle_kernels, m) {
           "int pool_offset, int top_k, int first_row, Tensor? draft_to_target, Tensor? choices, Tensor(d!) tokens, Tensor(e!) scores, Tensor(f!) pool_index, Tensor(g!) next_features, "
           "Tensor(h!) next_mask) -> ()");
     m.def("expand_topk(Tensor keys, Tensor max, Tensor sum_exp, Tensor frontier_scores, Tensor frontier_pool_index, Tensor features, Tensor frontier_mask, Tensor(a!) pool_tokens, "
-          "Tensor(b!) pool_scores, Tensor(c!) pool_parents, int pool_offset, int top_k, int first_row, Tensor? draft_to_target, Tensor? choices, Tensor(d!) tokens, Tensor(e!) scores, "
-          "Tensor(f!) pool_index, Tensor(g!) next_features, Tensor(h!) next_mask) -> ()");
+          "Tensor(b!) pool_scores, Tensor(c!) pool_parents, int pool_offset, int top_k, int first_row, Tensor? draft_to_target, Tensor? choices, Tensor? seq_lens, int depth, "
+          "Tensor(d!) tokens, Tensor(e!) scores, Tensor(f!) pool_index, Tensor(g!) next_features, Tensor(h!) next_mask, Tensor(i!)? position_ids) -> ()");
     m.def("rerank(Tensor pool_tokens, Tensor pool_scores, Tensor pool_parents, Tensor root_tokens, Tensor seq_lens, Tensor? choices, Tensor(a!) tokens, Tensor(b!) parent, Tensor(c!) depth, "
           "Tensor(d!) packed_ancestor_mask, Tensor(e!) position_ids) -> ()");
     m.def("accept(Tensor tokens, Tensor parent, Tensor sampled, Tensor(a!) active, Tensor? stop_token_ids, Tensor(b!)? output_ring, Tensor(c!) accepted_nodes, Tensor(d!) num_accepted_drafts, "

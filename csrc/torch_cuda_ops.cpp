@@ -25,11 +25,11 @@ void launch_cuda(const char* op, cudaError_t (*kernel)(const Args&, cudaStream_t
 
 void expand_topk(const Tensor& keys, const Tensor& max, const Tensor& sum_exp, const Tensor& frontier_scores, const Tensor& frontier_pool_index, const Tensor& features, const Tensor& frontier_mask,
                  Tensor pool_tokens, Tensor pool_scores, Tensor pool_parents, int64_t pool_offset, int64_t top_k, int64_t first_row, OptionalTensor draft_to_target, OptionalTensor choices,
-                 Tensor tokens, Tensor scores, Tensor pool_index, Tensor next_features, Tensor next_mask) {
+                 OptionalTensor seq_lens, int64_t depth, Tensor tokens, Tensor scores, Tensor pool_index, Tensor next_features, Tensor next_mask, const std::optional<Tensor>& position_ids) {
     const at::Device device = cuda_device(keys);
     launch_cuda("expand_topk", eagle::cuda::expand_topk,
                 expand_topk_args(device, keys, max, sum_exp, frontier_scores, frontier_pool_index, features, frontier_mask, pool_tokens, pool_scores, pool_parents, pool_offset, top_k, first_row,
-                                 draft_to_target, choices, tokens, scores, pool_index, next_features, next_mask),
+                                 draft_to_target, choices, seq_lens, depth, tokens, scores, pool_index, next_features, next_mask, position_ids),
                 device);
 }
 

@@ -23,8 +23,9 @@ inline void check_choices(OptionalTensor choices, int64_t limit, bool ascending)
 
 inline ExpandTopkArgs expand_topk_args(at::Device device, const Tensor& keys, const Tensor& max, const Tensor& sum_exp, const Tensor& frontier_scores, const Tensor& frontier_pool_index,
                                        const Tensor& features, const Tensor& frontier_mask, const Tensor& pool_tokens, const Tensor& pool_scores, const Tensor& pool_parents, int64_t pool_offset,
-                                       int64_t top_k, int64_t first_row, OptionalTensor draft_to_target, OptionalTensor choices, const Tensor& tokens, const Tensor& scores,
-                                       const Tensor& pool_index, const Tensor& next_features, const Tensor& next_mask) {
+                                       int64_t top_k, int64_t first_row, OptionalTensor draft_to_target, OptionalTensor choices, OptionalTensor seq_lens, int64_t depth,
+                                       const Tensor& tokens, const Tensor& scores, const Tensor& pool_index, const Tensor& next_features, const Tensor& next_mask,
+                                       const std::optional<Tensor>& position_ids) {
     check("keys", keys, {kAny, kAny, kAny, kAny}, at::kLong, device);
     const int64_t batch = keys.size(0), frontier = keys.size(1), tiles = keys.size(2), next_size = tokens.size(-1);
     EK_REQUIRE(top_k >= 1 && top_k <= kMaxTopK, "top_k: expected 1 to ", kMaxTopK, ", got ", top_k);
@@ -56,11 +57,14 @@ inline ExpandTopkArgs expand_topk_args(at::Device device, const Tensor& keys, co
     check("pool_index", pool_index, {batch, next_size}, at::kInt, device);
     check("next_features", next_features, {batch, next_size, hidden}, feature_dtype, device);
     check("next_mask", next_mask, {batch, next_size, words}, at::kLong, device);
+    EK_REQUIRE(seq_lens.has_value() == position_ids.has_value(), "seq_lens: expected with position_ids or not at all");
+    check_optional("seq_lens", seq_lens, {batch}, at::kInt, device);
+    check_optional("position_ids", position_ids, {batch, next_size}, at::kLong, device);
     return {keys.const_data_ptr<int64_t>(), max.const_data_ptr<float>(), sum_exp.const_data_ptr<float>(), frontier_scores.const_data_ptr<float>(), frontier_pool_index.const_data_ptr<int32_t>(),
             static_cast<const char*>(features.const_data_ptr()), frontier_mask.const_data_ptr<int64_t>(), optional_ptr<int64_t>(draft_to_target), optional_ptr<int32_t>(choices),
             pool_tokens.mutable_data_ptr<int64_t>(), pool_scores.mutable_data_ptr<float>(), pool_parents.mutable_data_ptr<int32_t>(), tokens.mutable_data_ptr<int64_t>(),
-            scores.mutable_data_ptr<float>(), pool_index.mutable_data_ptr<int32_t>(), static_cast<char*>(next_features.mutable_data_ptr()), next_mask.mutable_data_ptr<int64_t>(), batch, frontier,
-            tiles, draft_to_target.has_value() ? draft_to_target->size(0) : 0, hidden * element, words, pool, pool_offset, top_k, first_row, next_size,
+            scores.mutable_data_ptr<float>(), pool_index.mutable_data_ptr<int32_t>(), static_cast<char*>(next_features.mutable_data_ptr()), next_mask.mutable_data_ptr<int64_t>(), optional_ptr<int32_t>(seq_lens),
+            position_ids.has_value() ? position_ids->mutable_data_ptr<int64_t>() : nullptr, depth, batch, frontier, tiles, draft_to_target.has_value() ? draft_to_target->size(0) : 0, hidden * element, words, pool, pool_offset, top_k, first_row, next_size,
             {features.stride(0) * element, features.stride(1) * element}};
 }
 

@@ -82,14 +82,15 @@ def draft(models: Models, state: DecodeState, batch: int) -> tuple[DraftPool, li
     for depth, level in enumerate(shape.levels):
         if models.rejection:
             frontier, probs = draw_level(models, state, batch, drafter.logits(features), frontier, features, pool, depth)
+            position_ids = (seq_lens[:, None].long() + depth).expand(-1, level.next_size).contiguous()
             draft_probs.append(probs)
         else:
+            position_ids = torch.empty(batch, level.next_size, dtype=torch.int64, device=features.device)
             frontier = expand_topk(
                 drafter.head_topk(features, shape.top_k), frontier.scores, frontier.pool_index, features, frontier.mask, pool, level.pool_offset, shape.top_k, first_row=level.first_row, next_size=level.next_size,
-                draft_to_target=drafter.draft_to_target, choices=level.choices,
+                draft_to_target=drafter.draft_to_target, choices=level.choices, seq_lens=seq_lens, depth=depth, position_ids=position_ids,
             )  # fmt: skip
         if level.next_size > 0:
-            position_ids = seq_lens[:, None] + level.depths
             features = drafter.forward(frontier.tokens, frontier.features, position_ids, cache, seq_lens, page_table, frontier.mask, level.first_row)
     return pool, draft_probs
 

@@ -18,7 +18,6 @@ class Level:
     first_row    tentative row, in the drafter's cache, of the first node of the next frontier
     next_size    nodes of the next frontier; 0 at the last level
     choices      [next_size] int32, candidates that form the next frontier; None: the best by score
-    depths       [next_size] int64, RoPE position of each node of the next frontier after seq_len: its depth less one, since a pair sits at the position of its feature
     """
 
     frontier: int
@@ -26,7 +25,6 @@ class Level:
     first_row: int
     next_size: int
     choices: Tensor | None
-    depths: Tensor
 
 
 @dataclass(frozen=True)
@@ -57,7 +55,7 @@ class TreeShape:
 
 def on_device(shape: TreeShape, device: torch.device) -> TreeShape:
     """The shape with its tensors on a device."""
-    levels = tuple(replace(level, choices=None if level.choices is None else level.choices.to(device), depths=level.depths.to(device)) for level in shape.levels)
+    levels = tuple(replace(level, choices=None if level.choices is None else level.choices.to(device)) for level in shape.levels)
     return replace(shape, levels=levels, node_choices=None if shape.node_choices is None else shape.node_choices.to(device))
 
 
@@ -80,7 +78,7 @@ def _dynamic(top_k: int, max_depth: int, num_nodes: int) -> TreeShape:
     for depth in range(max_depth):
         frontier = top_k if depth else 1
         next_size = top_k if depth < max_depth - 1 else 0
-        levels.append(Level(frontier, offset, row, next_size, None, torch.full((next_size,), depth)))
+        levels.append(Level(frontier, offset, row, next_size, None))
         offset += frontier * top_k
         row += next_size
     return TreeShape(num_nodes, max_depth, top_k, tuple(levels), offset)
@@ -99,7 +97,7 @@ def _static(choices: tuple[tuple[int, ...], ...]) -> TreeShape:
         candidate = {path: frontier.index(path[:-1]) * top_k + path[-1] for path in paths if len(path) == depth}
         pool_index |= {path: offset + index for path, index in candidate.items()}
         expanded = [path for path in candidate if path in parents]
-        levels.append(Level(len(frontier), offset, row, len(expanded), torch.tensor([candidate[path] for path in expanded], dtype=torch.int32), torch.full((len(expanded),), depth - 1)))
+        levels.append(Level(len(frontier), offset, row, len(expanded), torch.tensor([candidate[path] for path in expanded], dtype=torch.int32)))
         offset += len(frontier) * top_k
         row += len(expanded)
         frontiers.append(expanded)

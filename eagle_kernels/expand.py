@@ -58,6 +58,9 @@ def expand_topk(
     next_size: int,
     draft_to_target: Tensor | None = None,
     choices: Tensor | None = None,
+    seq_lens: Tensor | None = None,
+    depth: int = 0,
+    position_ids: Tensor | None = None,
 ) -> Frontier:
     """`expand` from what `head_topk` kept of the logits; the same bits on every backend. CUDA: one launch.
 
@@ -73,13 +76,15 @@ def expand_topk(
     draft_to_target      [Vd] int64, target id of each draft id, or None; an id outside it gives token -1
     choices              [next_size] int32, candidates that form the next frontier (static trees), or None: the best by (score descending, index ascending). On CUDA they are not
                          checked but clamped
+    seq_lens, depth      [B] int32 and a number, with position_ids
+    position_ids         [B, next_size] int64 or None; modified: seq_len + depth, the positions of the next frontier
     returns              Frontier of next_size nodes, with the features of their parents in their dtype
 
     score = frontier_score + min(0, logit - lse);  lse = M + log(sum of sum_exp[t] exp(max[t] - M)), M = max over tiles, the sum in the fixed order that the reference states.
     Where fewer than top_k keys are no padding, the children that are missing have token -1 and log-probability -inf. A score that is NaN has the bits 0x7FC00000.
     """
     frontier = empty_frontier(features, frontier_mask, next_size)
-    OPS.expand_topk(*head, frontier_scores, frontier_pool_index, features, frontier_mask, *pool, pool_offset, top_k, first_row, draft_to_target, choices, *frontier)
+    OPS.expand_topk(*head, frontier_scores, frontier_pool_index, features, frontier_mask, *pool, pool_offset, top_k, first_row, draft_to_target, choices, seq_lens, depth, *frontier, position_ids)
     return frontier
 
 

@@ -166,7 +166,8 @@ def rerank_case(pool: DraftPool, root_tokens, seq_lens, num_nodes, *, choices=No
 
 
 def expand_topk_case(
-    head: HeadTopK, frontier_scores, frontier_pool_index, features, frontier_mask, pool, pool_offset, top_k, *, first_row, next_size, draft_to_target=None, choices=None
+    head: HeadTopK, frontier_scores, frontier_pool_index, features, frontier_mask, pool, pool_offset, top_k, *, first_row, next_size, draft_to_target=None, choices=None,
+    seq_lens=None, depth=0, position_ids=None,
 ) -> tuple[Case, Frontier]:
     frontier = empty_frontier(features, frontier_mask, next_size)
     poison(frontier)
@@ -175,7 +176,7 @@ def expand_topk_case(
     draft_vocab = 0 if draft_to_target is None else len(draft_to_target)
     sizes = [batch, nodes, tiles, draft_vocab, features.shape[2] * item, frontier_mask.shape[2], pool.tokens.shape[1], pool_offset, top_k, first_row, next_size]
     strides = [features.stride(0) * item, features.stride(1) * item]
-    return [*head, frontier_scores, frontier_pool_index, features, frontier_mask, draft_to_target, choices, *pool, *frontier, *sizes, *strides], frontier
+    return [*head, frontier_scores, frontier_pool_index, features, frontier_mask, draft_to_target, choices, *pool, *frontier, seq_lens, position_ids, depth, *sizes, *strides], frontier
 
 
 CASES = {"accept": accept_case, "compact": compact_case, "expand_topk": expand_topk_case, "rerank": rerank_case}

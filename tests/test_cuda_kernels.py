@@ -17,7 +17,7 @@ from test_expand_topk import CASES as EXPAND_CASES
 from test_expand_topk import Case as ExpandCase
 from test_expand_topk import clone_arguments, make_head
 from test_expand_topk import make_inputs as make_expand_inputs
-from test_expand_topk import rows_alone
+from test_expand_topk import rows_alone, written
 from test_rerank import check_tree, make_pool
 
 SEEDS = range(8)
@@ -46,7 +46,7 @@ def check_expand(arguments: dict[str, object], seed: int | None = None, shifts: 
     expected = reference.expand_topk(**expected_arguments)
     actual = clone_arguments(arguments)
     result = run("expand_topk", **actual, seed=seed, shifts=shifts)
-    assert_all_exact((*result, *actual["pool"]), (*expected, *expected_arguments["pool"]))
+    assert_all_exact((*result, *written(actual)), (*expected, *written(expected_arguments)))
 
 
 @pytest.mark.parametrize("case", EXPAND_CASES, ids=str)

@@ -12,6 +12,7 @@ from test_expand_topk import CASES as EXPAND_CASES
 from test_expand_topk import Case as ExpandCase
 from test_expand_topk import clone_arguments
 from test_expand_topk import make_inputs as make_expand_inputs
+from test_expand_topk import written
 from test_rerank import make_pool
 
 devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -35,7 +36,7 @@ def test_expand_topk(case: ExpandCase, device: str) -> None:
     arguments = make_expand_inputs(case)
     on_device = {name: to(value, device) for name, value in clone_arguments(arguments).items()}
     result = expand_topk(**on_device)
-    assert_all_exact((*result, *on_device["pool"]), (*reference.expand_topk(**arguments), *arguments["pool"]))
+    assert_all_exact((*result, *written(on_device)), (*reference.expand_topk(**arguments), *written(arguments)))
 
 
 @devices

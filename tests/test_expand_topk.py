@@ -111,18 +111,26 @@ def make_inputs(case: Case) -> dict[str, object]:
         arguments["draft_to_target"] = torch.randperm(10 * case.vocab_size)[: case.vocab_size]
     if case.static:
         arguments["choices"] = torch.randperm(candidates)[: case.next_size].int()
+    else:
+        arguments |= {"seq_lens": torch.randint(0, 2**31 - 9, (case.batch,), dtype=torch.int32), "depth": 3, "position_ids": torch.full((case.batch, case.next_size), -9)}
     return arguments
 
 
 def clone_arguments(arguments: dict[str, object]) -> dict[str, object]:
-    return arguments | {"pool": DraftPool(*(tensor.clone() for tensor in arguments["pool"]))}
+    copies = {"position_ids": arguments["position_ids"].clone()} if "position_ids" in arguments else {}
+    return arguments | copies | {"pool": DraftPool(*(tensor.clone() for tensor in arguments["pool"]))}
+
+
+def written(arguments: dict[str, object]) -> list[torch.Tensor]:
+    """What expand_topk modifies."""
+    return [*arguments["pool"], *([arguments["position_ids"]] if "position_ids" in arguments else [])]
 
 
 def check(arguments: dict[str, object]) -> None:
     expected_arguments = clone_arguments(arguments)
     expected = reference.expand_topk(**expected_arguments)
     result = expand_topk(**arguments)
-    for tensor, other in zip((*result, *arguments["pool"]), (*expected, *expected_arguments["pool"])):
+    for tensor, other in zip((*result, *written(arguments)), (*expected, *written(expected_arguments)), strict=True):
         assert_exact(tensor, other)
 
 
@@ -153,8 +161,7 @@ def test_is_expand_of_the_logits(tile_size: int) -> None:
     logits = torch.randn(2, 5, 700) * 4
     arguments = make_inputs(Case(2, 5, 700, tile_size, 6, 8))
     arguments["head"] = make_head(logits, tile_size, 6)
-    other = clone_arguments(arguments)
-    del other["head"]
+    other = {name: value for name, value in clone_arguments(arguments).items() if name not in ("head", "seq_lens", "depth", "position_ids")}
     result, expected = expand_topk(**arguments), expand(logits, **other)
     assert_exact(arguments["pool"].tokens, other["pool"].tokens)
     assert_exact(arguments["pool"].parents, other["pool"].parents)
@@ -198,6 +205,7 @@ def rows_alone(arguments: dict[str, object], run: Callable[..., object]) -> None
             }
             alone |= {"head": HeadTopK(*(tensor[b : b + 1, f : f + 1].contiguous() for tensor in arguments["head"])), "next_size": top_k}
             alone["pool"] = DraftPool(*(tensor[b : b + 1].contiguous() for tensor in alone["pool"]))
+            alone |= {"seq_lens": arguments["seq_lens"][b : b + 1], "position_ids": torch.empty(1, top_k, dtype=torch.int64)}
             run(**alone)
             slots, own = slice(POOL_OFFSET + f * top_k, POOL_OFFSET + (f + 1) * top_k), slice(POOL_OFFSET, POOL_OFFSET + top_k)
             for tensor, other in zip(together["pool"], alone["pool"]):

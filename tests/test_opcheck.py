@@ -59,7 +59,10 @@ def make_cases() -> dict[str, list[tuple[object, ...]]]:
         "head_topk": [(x, fp32.data, 37, torch.empty(3, 1, 4, dtype=torch.int64), torch.empty(3, 1), torch.empty(3, 1))],
         "logits_topk": [(x, torch.empty(3, 1, 4, dtype=torch.int64), torch.empty(3, 1), torch.empty(3, 1))],
         "expand": [(*expand, None, None, *frontier), (*expand, torch.arange(33), torch.arange(5, dtype=torch.int32), *frontier)],
-        "expand_topk": [(*head, *expand_topk, None, None, *frontier), (*head, *expand_topk, torch.arange(33), torch.arange(5, dtype=torch.int32), *frontier)],
+        "expand_topk": [
+            (*head, *expand_topk, None, None, None, 0, *frontier, None),
+            (*head, *expand_topk, torch.arange(33), torch.arange(5, dtype=torch.int32), ids(2, dtype=torch.int32), 1, *frontier, torch.empty(2, 5, dtype=torch.int64)),
+        ],
         "rerank": [(*pool, ids(2), ids(2, dtype=torch.int32), None, *tree), (*pool, ids(2), ids(2, dtype=torch.int32), torch.arange(5, dtype=torch.int32), *tree)],
         "accept": [
             (ids(2, 6), random_tree(2, 6), ids(2, 6), torch.tensor([True, False]), None, None, *accepted),

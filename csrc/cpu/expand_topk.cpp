@@ -67,6 +67,7 @@ void expand_topk(const ExpandTopkArgs& a) {
             a.tokens[out] = a.pool_tokens[base + chosen];
             a.scores[out] = a.pool_scores[base + chosen];
             a.pool_index[out] = static_cast<int32_t>(a.pool_offset + chosen);
+            if (a.position_ids != nullptr) a.position_ids[out] = a.seq_lens[b] + a.depth;
             std::memcpy(a.next_features + out * a.row_bytes, a.features + b * a.feature_strides[0] + parent * a.feature_strides[1], a.row_bytes);
             for (int64_t w = 0; w < a.mask_words; ++w) a.next_mask[out * a.mask_words + w] = a.frontier_mask[(b * a.frontier + parent) * a.mask_words + w];
             a.next_mask[out * a.mask_words + bit / 64] |= static_cast<int64_t>(uint64_t{1} << (bit % 64));

@@ -26,6 +26,9 @@ struct ExpandTopkArgs {
     int32_t* pool_index;             // [batch, next_size]
     char* next_features;             // [batch, next_size, row_bytes]
     int64_t* next_mask;              // [batch, next_size, mask_words]
+    const int32_t* seq_lens;         // [batch] or null
+    int64_t* position_ids;           // [batch, next_size], seq_len + depth, or null
+    int64_t depth;
     int64_t batch, frontier, tiles, draft_vocab, row_bytes, mask_words, pool, pool_offset, top_k, first_row, next_size;
     int64_t feature_strides[2];      // in bytes
 };

@@ -172,6 +172,7 @@ __global__ void __launch_bounds__(32 * kMaxExpandWarps) expand_topk_kernel(const
             a.tokens[out] = tokens[candidate];
             a.scores[out] = scores[candidate];
             a.pool_index[out] = static_cast<int32_t>(a.pool_offset) + candidate;
+            if (a.position_ids != nullptr) a.position_ids[out] = a.seq_lens[b] + a.depth;
         }
         for (int64_t w = lane; w < a.mask_words; w += 32) {
             const uint64_t own = w == bit / 64 ? uint64_t{1} << (bit % 64) : 0;

@@ -28,6 +28,9 @@ def expand_topk(
     next_size: int,
     draft_to_target: torch.Tensor | None = None,
     choices: torch.Tensor | None = None,
+    seq_lens: torch.Tensor | None = None,
+    depth: int = 0,
+    position_ids: torch.Tensor | None = None,
 ) -> Frontier:
     """Put the top_k children of each frontier node into the pool; the best of them are the next frontier.
 
@@ -39,6 +42,7 @@ def expand_topk(
     pool                 [B, P] each   modified: slots pool_offset + f * top_k + r
     draft_to_target      [Vd] int64, target id of each draft id; None = the same
     choices              [next_size] int32, candidates f * top_k + r of the next frontier; None = by score
+    position_ids         [B, next_size] int64 or None   modified: seq_lens [B] int32 + depth
     returns              Frontier of next_size nodes, node j at tentative row first_row + j
 
     children of f: the top_k greatest keys of all tiles; a padding key is token -1 with logit -inf
@@ -67,6 +71,8 @@ def expand_topk(
             chosen = choices.tolist()
         else:
             chosen = best_by_score(pool.scores[b, pool_offset : pool_offset + num_candidates].tolist(), next_size)
+        if position_ids is not None:
+            position_ids[b] = int(seq_lens[b]) + depth
         for j, candidate in enumerate(chosen):
             f, slot, row = candidate // top_k, pool_offset + candidate, first_row + j
             next_frontier.tokens[b, j] = pool.tokens[b, slot]
