@@ -90,7 +90,16 @@ def test_the_list_changes_nothing(capacity: int, monkeypatch: pytest.MonkeyPatch
     assert_exact(run_filter(logits, parameters, order), reference.filter_probs(logits, **only(parameters, *FILTERS), order=order))
 
 
-@pytest.mark.parametrize("distance", [5.5, 7.0, 11.5, 13.0])
+@pytest.mark.parametrize("vocab_size", [64, 65])
+def test_a_full_list(vocab_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many tokens near the maximum as the list holds, and one more."""
+    monkeypatch.setattr(launchers, "_constants", lambda mode, adjust: {"MODE": mode, "ADJUST": adjust, "BLOCK": 256, "CAPACITY": 64, "NUM_THRESHOLDS": 32})
+    parameters = make_parameters(2, vocab_size) | {"temperature": torch.ones(2), "top_k": torch.tensor([9, 0], dtype=torch.int32), "top_p": torch.tensor([1.0, 0.9]), "min_p": torch.zeros(2)}
+    logits = make_logits(2, vocab_size, "equal")
+    assert_exact(run_filter(logits, parameters), reference.filter_probs(logits, **only(parameters, *FILTERS)))
+
+
+@pytest.mark.parametrize("distance", [5.5, 6.0, 7.0, 11.5, 12.0, 13.0])
 def test_cuts_at_the_edge_of_a_reach(distance: float, few_passes: None) -> None:
     """Two tokens at the maximum, what decides the cut at a distance from it, the rest far away: the list must hold all three."""
     logits = torch.full((3, 40), -20.0)
