@@ -13,7 +13,7 @@ import numpy
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
-from interpreter import fixed_order_dot, only_listed_launches  # noqa: F401
+from interpreter import checked_launches, fixed_order_dot  # noqa: F401
 
 # The code path stays the same over the examples of one test, so the function-scoped `isa` fixture is safe with hypothesis.
 settings.register_profile(

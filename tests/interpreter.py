@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Iterator
 
+import numpy
 import pytest
 import torch
 import triton.language as tl
@@ -25,18 +26,44 @@ def fixed_order_dot(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
+def _extent(x: torch.Tensor) -> tuple[int, int]:
+    """Addresses of the first byte of a tensor and of the one behind its last."""
+    last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride()))
+    return x.data_ptr(), x.data_ptr() + (last + 1) * x.element_size() if x.numel() else x.data_ptr()
+
+
 @pytest.fixture
-def only_listed_launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Every launch of the test must have the constants and options of a case in aot_cases(): what dispatch can choose is compiled ahead of time."""
-    run = interpreter.InterpretedFunction.run
+def checked_launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Two checks of every launch of the test: it has the constants and options of a case in aot_cases(), so that what dispatch can choose is compiled ahead of time; and every load and store lies within
+    one of the tensors of its arguments."""
+    run, builder = interpreter.InterpretedFunction.run, interpreter.InterpreterBuilder
+    load, store = builder.create_masked_load, builder.create_masked_store
+    extents: list[tuple[int, int]] = []
 
     def checked_run(self: interpreter.InterpretedFunction, *args: object, grid: object, warmup: bool, **kwargs: object) -> object:
         modules = [module for name, module in sys.modules.items() if name.startswith("eagle_kernels.triton.") and hasattr(module, "aot_cases")]
         listed = [case.constants | case.options for module in modules for case in module.aot_cases() if case.kernel is self]
         assert kwargs in listed, f"{self.__name__} was launched with {kwargs}, which aot_cases() does not list"
+        extents[:] = [_extent(arg) for arg in args if isinstance(arg, torch.Tensor)]
         return run(self, *args, grid=grid, warmup=warmup, **kwargs)
 
+    def check(what: str, ptrs: interpreter.TensorHandle, mask: interpreter.TensorHandle) -> None:
+        addresses = ptrs.data[numpy.broadcast_to(mask.data, ptrs.data.shape).astype(bool)]
+        if addresses.size:
+            first, end = int(addresses.min()), int(addresses.max()) + ptrs.get_element_ty().primitive_bitwidth // 8
+            assert any(low <= first and end <= high for low, high in extents), f"{what} outside of every argument"
+
+    def checked_load(self: object, ptrs: interpreter.TensorHandle, mask: interpreter.TensorHandle, *rest: object) -> interpreter.TensorHandle:
+        check("load", ptrs, mask)
+        return load(self, ptrs, mask, *rest)
+
+    def checked_store(self: object, ptrs: interpreter.TensorHandle, value: interpreter.TensorHandle, mask: interpreter.TensorHandle, *rest: object) -> object:
+        check("store", ptrs, mask)
+        return store(self, ptrs, value, mask, *rest)
+
     monkeypatch.setattr(interpreter.InterpretedFunction, "run", checked_run)
+    monkeypatch.setattr(builder, "create_masked_load", checked_load)
+    monkeypatch.setattr(builder, "create_masked_store", checked_store)
     yield
 
 

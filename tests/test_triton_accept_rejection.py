@@ -9,7 +9,7 @@ from helpers import assert_bad_tensors_refused, assert_exact, assert_refused
 from test_accept import max_depth_of
 from test_accept_rejection import make_inputs
 
-pytestmark = pytest.mark.usefixtures("only_listed_launches")
+pytestmark = pytest.mark.usefixtures("checked_launches")
 
 
 @pytest.fixture(autouse=True)

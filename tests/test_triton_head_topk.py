@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from interpreter import half_dtypes
 from test_head_topk import assert_matches, make_logits, special_values
 
-pytestmark = pytest.mark.usefixtures("only_listed_launches")
+pytestmark = pytest.mark.usefixtures("checked_launches")
 
 
 def result_of(rows: int, vocab_size: int, tile: int, top_k: int) -> HeadTopK:

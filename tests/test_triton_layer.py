@@ -6,12 +6,13 @@ from eagle_kernels import reference
 from eagle_kernels.triton.rms_norm import rms_norm
 from eagle_kernels.triton.rope_store_kv import rope_store_kv
 from eagle_kernels.triton.route_experts import route_experts
-from eagle_kernels.triton.silu_mul import OPTIONS, _silu_mul_kernel, silu_mul
+from eagle_kernels.triton.silu_mul import CONSTANTS, OPTIONS, _silu_mul_kernel, silu_mul
 from helpers import ABSURD_PAGES, assert_bad_tensors_refused, assert_close_fp32, assert_exact, assert_refused, make_paged_cache, strided_copy
 from interpreter import half_dtypes
 from test_rope_store_kv import Case, make_rope_table
+from triton.runtime.errors import InterpreterError
 
-pytestmark = pytest.mark.usefixtures("only_listed_launches")
+pytestmark = pytest.mark.usefixtures("checked_launches")
 NAN = float("nan")
 
 
@@ -167,6 +168,14 @@ def test_an_unlisted_launch_is_caught() -> None:
     x = torch.zeros(1, 8).bfloat16()
     with pytest.raises(AssertionError, match="aot_cases"):
         _silu_mul_kernel[(1, 1)](x, x, 8, 8, 4, BLOCK=512, **OPTIONS)
+
+
+def test_a_load_outside_of_every_argument_is_caught() -> None:
+    x, out = torch.zeros(1, 8).bfloat16(), torch.zeros(1, 5).bfloat16()
+    with pytest.raises(InterpreterError, match="load outside"):
+        _silu_mul_kernel[(1, 1)](x, out, 8, 5, 5, **CONSTANTS, **OPTIONS)
+    with pytest.raises(InterpreterError, match="store outside"):
+        _silu_mul_kernel[(1, 1)](x, out[:, :3], 8, 3, 4, **CONSTANTS, **OPTIONS)
 
 
 def test_empty() -> None:

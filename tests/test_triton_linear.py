@@ -6,7 +6,7 @@ from eagle_kernels.triton.linear import embedding, expert_linear, linear
 from helpers import assert_bad_tensors_refused, assert_close_fp32, assert_exact, assert_refused, strided_copy
 from interpreter import half_dtypes
 
-pytestmark = pytest.mark.usefixtures("only_listed_launches")
+pytestmark = pytest.mark.usefixtures("checked_launches")
 NAN = float("nan")
 # rows, outputs, inputs: less than a tile, tiles with tails in each direction, whole tiles
 SHAPES = [(1, 32, 128), (3, 5, 7), (5, 33, 130), (64, 64, 256), (65, 31, 1), (70, 70, 500), (1, 1, 129)]

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from test_gumbel_noise import random_keys
 from test_sample import make_logits, make_parameters, make_penalties, special_values
 
-pytestmark = pytest.mark.usefixtures("only_listed_launches")
+pytestmark = pytest.mark.usefixtures("checked_launches")
 NAN = float("nan")
 FILTERS = ("temperature", "top_k", "top_p", "min_p")
 PENALTIES = ("logit_bias", "repetition_penalty", "presence_penalty", "frequency_penalty", "prompt_mask", "output_counts")
@@ -88,6 +88,27 @@ def test_the_list_changes_nothing(capacity: int, monkeypatch: pytest.MonkeyPatch
     parameters |= {"top_p": torch.tensor([0.9, 1.0, 0.5, 0.8, 1.0]), "min_p": torch.tensor([0.0, 0.0, 0.01, 0.02, 1e-4])}
     order = random.choice(["hf", "vllm"])
     assert_exact(run_filter(logits, parameters, order), reference.filter_probs(logits, **only(parameters, *FILTERS), order=order))
+
+
+@pytest.mark.parametrize("vocab_size", [64, 65])
+def test_a_full_list(vocab_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many tokens near the maximum as the list holds, and one more."""
+    monkeypatch.setattr(launchers, "_constants", lambda mode, adjust: {"MODE": mode, "ADJUST": adjust, "BLOCK": 256, "CAPACITY": 64, "NUM_THRESHOLDS": 32})
+    parameters = make_parameters(2, vocab_size) | {"temperature": torch.ones(2), "top_k": torch.tensor([9, 0], dtype=torch.int32), "top_p": torch.tensor([1.0, 0.9]), "min_p": torch.zeros(2)}
+    logits = make_logits(2, vocab_size, "equal")
+    assert_exact(run_filter(logits, parameters), reference.filter_probs(logits, **only(parameters, *FILTERS)))
+
+
+@pytest.mark.parametrize("distance", [5.5, 6.0, 7.0, 11.5, 12.0, 13.0])
+def test_cuts_at_the_edge_of_a_reach(distance: float, few_passes: None) -> None:
+    """Two tokens at the maximum, what decides the cut at a distance from it, the rest far away: the list must hold all three."""
+    logits = torch.full((3, 40), -20.0)
+    logits[:, [7, 30]], logits[:, 11] = 0.0, -distance
+    parameters = make_parameters(3, 40) | {"temperature": torch.ones(3), "top_k": torch.tensor([3, 0, 0], dtype=torch.int32)}
+    parameters |= {"top_p": torch.tensor([1.0, 1 - 1e-7, 1.0]), "min_p": torch.tensor([0.0, 0.0, 1e-6])}
+    probs = run_filter(logits, parameters)
+    assert probs[[0, 2], 11].gt(0).all()
+    assert_exact(probs, reference.filter_probs(logits, **only(parameters, *FILTERS)))
 
 
 @settings(max_examples=8)
