@@ -12,7 +12,7 @@ from eagle_kernels.triton.tree_attention_kernels import _merge_kernel, _own_kern
 
 HEAD_DIMS = (64, 80, 96, 128, 256)
 DTYPES = (torch.bfloat16, torch.float16)
-BLOCK_N = 64  # keys of a block: one mask word
+BLOCK_N = 64  # keys of the largest block
 BLOCK_S = 32  # splits that the merge takes at once
 SPLIT = 256  # keys of a split in exact mode: the partial results of a row are then 1/64 of the keys and values it reads (bf16, fp32 partials)
 MAX_QUERIES = 256
@@ -25,12 +25,14 @@ def _block_m(rows: int, head_dim: int, general: bool, deterministic: bool) -> in
 
 
 def _attend_config(head_dim: int, block_m: int, general: bool) -> tuple[dict, dict]:
-    """Constants and options of the two attending kernels. general: there is a window or a soft cap.
+    """Constants and options of the two attending kernels, which share them so that both run the same instructions. general: there is a window or a soft cap.
 
-    Eight warps where four spill (compiled for sm_80: 72 bytes at head_dim 80 and 96, 128 in the general form); one stage where two spill, or need more shared memory than sm_86, 89 and 120 have (99 KiB).
+    Blocks of 64 keys where they fit the registers of every chip, else of 32 or 16 (at head_dim 128 with 64 keys: 8 to 80 bytes of spills on sm_80 and 100). One stage where two need more registers
+    (general form), or more shared memory than the 99 KiB of sm_86, 89 and 120 (head_dim 256). Without maxnreg ptxas settles for 128 registers in places, and spills.
     """
-    constants = {"GENERAL": general, "HEAD_DIM": head_dim, "BLOCK_D": triton.next_power_of_2(head_dim), "BLOCK_M": block_m, "BLOCK_N": BLOCK_N}
-    options = {"num_warps": 4 if block_m == 64 and head_dim in (64, 128) and not general else 8, "num_stages": 1 if general or head_dim == 256 else 2, "enable_fp_fusion": False}
+    block_n = 16 if head_dim == 256 and not general else 64 if block_m == 128 or (head_dim == 64 and not general) else 32
+    constants = {"GENERAL": general, "HEAD_DIM": head_dim, "BLOCK_D": triton.next_power_of_2(head_dim), "BLOCK_M": block_m, "BLOCK_N": block_n}
+    options = {"num_warps": 8 if block_m == 128 or head_dim == 256 else 4, "num_stages": 1 if general or head_dim == 256 else 2, "maxnreg": 255, "enable_fp_fusion": False}
     return constants, options
 
 

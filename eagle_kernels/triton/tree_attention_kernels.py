@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from eagle_kernels.triton.common import dot, exp2
+from eagle_kernels.triton.rounding import round_to
 from eagle_kernels.triton.tree_mask import bitwise_or, count_bits, count_bits_32, low_bits, nth_set_bit, split_word, unpack_bits
 
 NO_SPECIALIZATION = ["group", "num_queries", "num_heads", "num_kv_heads", "max_pages", "page_shift", "num_words", "num_splits", "window", "causal", "split_len", "has_lse"]
@@ -53,7 +54,7 @@ def _attend(q, k_ptr, v_ptr, offsets, ok, visible, m, l, acc, scale, soft_cap, S
     base = tl.where(m_new == float("-inf"), 0.0, m_new)
     p = exp2(scores - base[:, None])
     factor = exp2(m - base)
-    return m_new, l * factor + tl.sum(p, 1), dot(p.to(v.dtype), v, acc * factor[:, None])
+    return m_new, l * factor + tl.sum(p, 1), dot(round_to(p, v.dtype), v, acc * factor[:, None])
 
 
 @triton.jit
@@ -77,7 +78,7 @@ def _shared_kernel(
     stride_qb, stride_qn, stride_qh, stride_plane, stride_page, stride_slot, stride_head,
     scale, soft_cap,
     group, num_queries, num_heads, num_kv_heads, max_pages, page_shift, num_words, num_splits, window, causal, split_len,
-    GENERAL: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    GENERAL: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,  # BLOCK_N: 16, 32 or 64
 ):  # fmt: skip
     """Grid (programs, tiles of BLOCK_M rows, B x KV heads). window 0 is none; a window or a soft cap need GENERAL.
 
@@ -91,22 +92,27 @@ def _shared_kernel(
     head = h * group + row % group
     d = tl.arange(0, BLOCK_D)
     q_offset = node * stride_qn + head * stride_qh
-    q = tl.load(q_ptr + b.to(tl.int64) * stride_qb + (q_offset[:, None] + d[None, :]), mask=row_ok[:, None] & (d < HEAD_DIM)[None, :], other=0.0)
+    q_ptrs = q_ptr + b.to(tl.int64) * stride_qb + (q_offset[:, None] + d[None, :])
+    q_ok = row_ok[:, None] & (d < HEAD_DIM)[None, :]
+    # Where registers are short the queries are loaded again, from the first-level cache, for every block: held over the loop they made sm_80 spill (640 bytes at head_dim 256 in the general form).
+    q = tl.load(q_ptrs, mask=q_ok, other=0.0)
     k_ptr = kv_ptr + h.to(tl.int64) * stride_head
     v_ptr = k_ptr + stride_plane
     mask_row_ptr = mask_ptr + (b * num_queries + node).to(tl.int64) * num_words
     seq_len = tl.load(seq_lens_ptr + b)
 
-    # Ancestors-or-self of each row's node; its position is seq_len + ancestors - 1. Keys below `lowest` are seen by no row of the tile.
-    ancestors = node + 1
+    # Position of the first key that each row sees through the window; keys below `lowest` are seen by no row of the tile.
+    first_key = tl.zeros([BLOCK_M], tl.int32)
     lowest = 0
     if GENERAL:
-        if causal == 0:
-            ancestors = tl.zeros([BLOCK_M], tl.int32)
-            for w in range(num_words):
-                ancestors += count_bits(tl.load(mask_row_ptr + w))
         if window > 0:
-            lowest = tl.maximum(tl.min(tl.where(row_ok, seq_len + ancestors, 2147483647)) - window, 0) // BLOCK_N * BLOCK_N
+            ancestors = node + 1  # or self; the row's position is seq_len + ancestors - 1
+            if causal == 0:
+                ancestors = tl.zeros([BLOCK_M], tl.int32)
+                for w in range(num_words):
+                    ancestors += count_bits(tl.load(mask_row_ptr + w))
+            first_key = tl.where(row_ok, seq_len + ancestors - window, 2147483647)
+            lowest = tl.maximum(tl.min(first_key), 0) // BLOCK_N * BLOCK_N
     n = tl.arange(0, BLOCK_N)
 
     if (split_len > 0) | (tl.program_id(0) < num_splits - 1):
@@ -127,7 +133,9 @@ def _shared_kernel(
                 offsets = _row_offsets(page_table_ptr, b, key, key >= 0, page_shift, max_pages, stride_page, stride_slot)
                 visible = key[None, :] >= 0
                 if GENERAL:
-                    visible = (window == 0) | ((seq_len + ancestors)[:, None] - key[None, :] <= window)
+                    visible = key[None, :] >= first_key[:, None]
+                if GENERAL or HEAD_DIM > 128:
+                    q = tl.load(q_ptrs, mask=q_ok, other=0.0)
                 m, l, acc = _attend(q, k_ptr, v_ptr, offsets, key >= 0, visible, m, l, acc, scale, soft_cap, False, GENERAL, GENERAL, HEAD_DIM, BLOCK_D)
             first_row = (tl.program_id(2).to(tl.int64) * num_splits + split) * num_queries * group
             _store_partial(partial_ptr, stats_ptr, first_row, row, row_ok, m, l, acc, HEAD_DIM, BLOCK_D)
@@ -135,34 +143,43 @@ def _shared_kernel(
         m = tl.full([BLOCK_M], float("-inf"), tl.float32)
         l = tl.zeros([BLOCK_M], tl.float32)
         acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-        num_blocks, last_node = num_words, 0
+        num_blocks, last_node = num_words * (64 // BLOCK_N), 0
         if causal != 0:
             last_node = tl.minimum((tl.program_id(1) * BLOCK_M + BLOCK_M - 1) // group + 1, num_queries)  # of this tile, exclusive
             num_blocks = (last_node + BLOCK_N - 1) // BLOCK_N
-        above = ancestors  # ancestors-or-self of the row's node that stand in this word or later ones
+        before = tl.zeros([BLOCK_M], tl.int32) + (seq_len - 1)  # position of the last ancestor in the blocks before this one
         for w in tl.range(-1, num_blocks, num_stages=1):
             key = seq_len // BLOCK_N * BLOCK_N + n
             ok = key < seq_len
             visible = row_ok[:, None] & ok[None, :]
             if GENERAL:
-                visible = visible & ((window == 0) | ((seq_len + ancestors)[:, None] - key[None, :] <= window))
+                visible = visible & (key[None, :] >= first_key[:, None])
+            if GENERAL or HEAD_DIM > 128:
+                q = tl.load(q_ptrs, mask=q_ok, other=0.0)
             if w >= 0:
                 key = seq_len + w * BLOCK_N + n
                 if causal != 0:
-                    distance = node[:, None] - (w * BLOCK_N + n)[None, :]
                     ok = w * BLOCK_N + n < last_node
-                    visible = distance >= 0
+                    visible = (w * BLOCK_N + n)[None, :] <= node[:, None]
                     if GENERAL:
-                        visible = visible & ((window == 0) | (distance < window))
+                        visible = visible & (key[None, :] >= first_key[:, None])
                 else:
-                    low, high = split_word(tl.load(mask_row_ptr + w, mask=row_ok, other=0))
-                    ok = unpack_bits(tl.reduce(low, 0, bitwise_or), tl.reduce(high, 0, bitwise_or), n)
-                    visible = unpack_bits(low[:, None], high[:, None], n[None, :])
-                    if GENERAL:
-                        # A key is as far from the node as there are ancestors-or-self above it.
-                        seen = count_bits_32(low[:, None] & low_bits(n)[None, :]) + count_bits_32(high[:, None] & low_bits(n - 32)[None, :])
-                        visible = visible & ((window == 0) | (above[:, None] - seen < window))
-                        above -= count_bits_32(low) + count_bits_32(high)
+                    low, high = split_word(tl.load(mask_row_ptr + w * BLOCK_N // 64, mask=row_ok, other=0) >> (w * BLOCK_N % 64))
+                    # With a window: an ancestor's position counts those before it.
+                    if BLOCK_N < 64:
+                        low &= -1 if BLOCK_N == 32 else (1 << BLOCK_N) - 1
+                        ok = ((tl.reduce(low, 0, bitwise_or) >> n) & 1) != 0
+                        visible = ((low[:, None] >> n[None, :]) & 1) != 0
+                        if GENERAL:
+                            visible = visible & (before[:, None] + count_bits_32(low[:, None] & low_bits(n)[None, :]) >= first_key[:, None])
+                            before += count_bits_32(low)
+                    else:
+                        ok = unpack_bits(tl.reduce(low, 0, bitwise_or), tl.reduce(high, 0, bitwise_or), n)
+                        visible = unpack_bits(low[:, None], high[:, None], n[None, :])
+                        if GENERAL:
+                            up_to = count_bits_32(low[:, None] & low_bits(n)[None, :]) + count_bits_32(high[:, None] & low_bits(n - 32)[None, :])
+                            visible = visible & (before[:, None] + up_to >= first_key[:, None])
+                            before += count_bits_32(low) + count_bits_32(high)
             offsets = _row_offsets(page_table_ptr, b, key, ok, page_shift, max_pages, stride_page, stride_slot)
             m, l, acc = _attend(q, k_ptr, v_ptr, offsets, ok, visible, m, l, acc, scale, soft_cap, True, True, GENERAL, HEAD_DIM, BLOCK_D)
         first_row = (tl.program_id(2).to(tl.int64) * num_splits + num_splits - 1) * num_queries * group
@@ -262,7 +279,7 @@ def _merge_kernel(
         acc += tl.sum(weight[:, None] * part, 0)
     result = tl.where(total > 0.0, acc / tl.where(total > 0.0, total, 1.0), 0.0)
     out_offset = b.to(tl.int64) * stride_ob + node.to(tl.int64) * stride_on + h.to(tl.int64) * stride_oh
-    tl.store(out_ptr + out_offset + d, result.to(out_ptr.dtype.element_ty), mask=d < HEAD_DIM)
+    tl.store(out_ptr + out_offset + d, round_to(result, out_ptr.dtype.element_ty), mask=d < HEAD_DIM)
     if has_lse != 0:
         lse = tl.where(total > 0.0, (top + tl.log2(tl.where(total > 0.0, total, 1.0))) * 0.6931471805599453, float("-inf"))
         tl.store(lse_ptr + (b * num_queries + node) * num_heads + h, lse)
