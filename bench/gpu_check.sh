@@ -9,7 +9,7 @@
 #     OUT         folder of the results (default: bench/results/<date>-<gpu>)
 #     WHEELS      folder of wheels for packages that are missing, when there is no network; the message says which, and how to fill the folder
 #     DEMO_PARTS  folder of the demo target in parts (bench/demo_parts.py split); without it and without the target in EAGLE_CACHE a random pair stands in, and the table says so
-#     JOBS        test files that run at once (default: half the cores, at most 8)
+#     JOBS        processes of tests that run at once (default: one less than there are cores, at most 14)
 set -u
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -23,7 +23,7 @@ export PYTHON=${PYTHON:-python}
 export SITE="$ROOT/build/gpu_check_packages"
 export PYTHONPATH="$ROOT:$ROOT/tests:$SITE${PYTHONPATH:+:$PYTHONPATH}"
 export TRITON_INTERPRET=0
-export JOBS=${JOBS:-$(($(nproc) / 2 > 8 ? 8 : $(nproc) / 2 > 1 ? $(nproc) / 2 : 1))}
+export JOBS=${JOBS:-$(($(nproc) > 15 ? 14 : $(nproc) > 2 ? $(nproc) - 1 : 1))}
 export MAX_JOBS=${MAX_JOBS:-$(nproc)}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-2}
 
@@ -32,17 +32,20 @@ note() { # a remark of a section for the table
     echo "$2"
 }
 
-# Files of tests, each in a process of its own, JOBS at once: most of their time is compiling kernels. $1: section, $2: which marks, then files.
+# Files of tests, each in a process of its own, FILE@N in N processes, JOBS at once: most of their time is compiling kernels. $1: section, $2: which marks, then files.
 run_tests() {
-    local section=$1 marks=$2
+    local section=$1 marks=$2 file i shards
     shift 2
-    printf '%s\0' "$@" | xargs -0 -P "$JOBS" -I{} bash -c '
-        name=$(basename "$3" .py)
-        "$PYTHON" -m pytest -q -m "$2" --junitxml="$OUT/$1-$name.xml" "$3" >"$OUT/$1-$name.log" 2>&1
+    for file in "$@"; do
+        shards=1
+        [[ $file == *@* ]] && shards=${file#*@}
+        for ((i = 1; i <= shards; i++)); do printf '%s\0' "${file%@*}" "$i/$shards" "$section-$(basename "${file%@*}" .py)-$i"; done
+    done | xargs -0 -P "$JOBS" -n 3 bash -c '
+        "$PYTHON" -m pytest -q -m "$1" --shard="$3" --junitxml="$OUT/$4.xml" "$2" >"$OUT/$4.log" 2>&1
         status=$?
-        echo "== $3: exit status $status"
-        tail -n 25 "$OUT/$1-$name.log"
-        exit $status' _ "$section" "$marks" {}
+        echo "== $2, part $3: exit status $status"
+        [ $status = 0 ] || tail -n 40 "$OUT/$4.log"
+        [ $status = 0 ]' _ "$marks"
 }
 
 facts() { "$PYTHON" bench/gpu_facts.py --output "$OUT/facts.json"; }
@@ -67,11 +70,18 @@ build() {
     "$PYTHON" bench/sanitizer_driver.py --check-build
 }
 
-optests() { run_tests optests "not slow" tests/test_triton_*.py tests/test_cuda_ops.py; }
+optests() {
+    # The slowest first. What has no line of its own is in one process.
+    local file files=(tests/test_triton_tree_attention.py@6 tests/test_triton_sample.py@5 tests/test_triton_linear.py@2 tests/test_triton_layer.py@2)
+    for file in tests/test_triton_*.py tests/test_cuda_ops.py; do
+        [[ " ${files[*]} " == *" $file@"* ]] || files+=("$file")
+    done
+    run_tests optests "not slow" "${files[@]}"
+}
 
-graphs() { run_tests graphs gpu tests/test_gpu_graphs.py; }
+graphs() { run_tests graphs gpu tests/test_gpu_graphs.py@3; }
 
-bitwise() { run_tests bitwise gpu tests/test_gpu_bitwise.py; }
+bitwise() { run_tests bitwise gpu tests/test_gpu_bitwise.py@8; }
 
 sanitizer() {
     local tool pids=() failed=0

@@ -28,12 +28,20 @@ settings.register_profile(
 settings.load_profile("eagle")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if torch.cuda.is_available():
-        return
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--shard", default="1/1", metavar="I/N", help="only every Nth test, from the Ith on: a file in several processes, since most of a GPU test's time is compiling")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    index, count = map(int, config.getoption("--shard").split("/"))
+    items[:] = items[index - 1 :: count]
     for item in items:
-        if item.get_closest_marker("gpu"):
+        if item.get_closest_marker("gpu") is None:
+            continue
+        if not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+        elif item.path.name.startswith("test_gpu_") and not kernels_are_compiled():
+            item.add_marker(pytest.mark.skip(reason="needs TRITON_INTERPRET=0, as bench/gpu_check.sh sets it"))
 
 
 @pytest.fixture(autouse=True)
