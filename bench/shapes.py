@@ -43,6 +43,10 @@ MODELS = {
 }
 
 
+# For tests: every part is there, and nothing takes time.
+TINY = ModelShape(2, 64, 96, 2, 1, 32, 384)
+
+
 class Device(NamedTuple):
     """Rates of the data sheet: bytes per second of the memory, dense 16-bit multiply-adds as 2 operations each per second."""
 

@@ -1,4 +1,4 @@
-"""What the benchmarks share: interleaved timing, the machine's two ceilings, tables."""
+"""What the benchmarks share: interleaved timing on either device, the device's ceilings, tables."""
 
 from __future__ import annotations
 
@@ -12,22 +12,26 @@ from typing import Any, NamedTuple
 
 import torch
 
-import eagle_kernels
+Call = Callable[[], object]
 
 
 class Ceilings(NamedTuple):
-    """What the machine reaches, measured in the same run as the kernels.
+    """What the device reaches, measured in the same run as the kernels.
 
     read_bandwidth  bytes per second, reading a buffer much larger than the last-level cache
-    fma_rate        floating-point operations per second of a large fp32 matrix product
+    copy_bandwidth  bytes per second read and written together, copying such a buffer
+    fma_rate        floating-point operations per second of a large matrix product: fp32 on the CPU, bf16 on CUDA
     """
 
     read_bandwidth: float
+    copy_bandwidth: float
     fma_rate: float
 
 
-def last_level_cache_bytes() -> int:
-    """Size of the largest cache of core 0; 32 MiB where the system does not say."""
+def last_level_cache_bytes(device: str = "cpu") -> int:
+    """CPU: size of the largest cache of core 0; 32 MiB where the system does not say. CUDA: size of L2."""
+    if device == "cuda":
+        return torch.cuda.get_device_properties("cuda").L2_cache_size
     sizes = [32 << 20]
     for file in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
         text = file.read_text().strip()
@@ -35,56 +39,124 @@ def last_level_cache_bytes() -> int:
     return max(sizes)
 
 
-def median_seconds(calls: dict[Any, Callable[[], object]], rounds: int) -> dict[Any, float]:
+def median_seconds(calls: dict[Any, Call], rounds: int, timed: Callable[[Call], float] | None = None) -> dict[Any, float]:
     """Median seconds of each call. The calls take turns, so that a machine that slows down slows all of them; one round goes before to warm up."""
+    timed = timed or wall_seconds
     samples: dict[Any, list[float]] = {key: [] for key in calls}
     for number in range(rounds + 1):
         for key, call in calls.items():
-            started = time.perf_counter()
-            call()
+            seconds = timed(call)
             if number > 0:
-                samples[key].append(time.perf_counter() - started)
+                samples[key].append(seconds)
     return {key: statistics.median(values) for key, values in samples.items()}
 
 
-def repeat(call: Callable[[], object], count: int) -> Callable[[], None]:
-    """The call `count` times over, for calls too short to time alone."""
+def wall_seconds(call: Call) -> float:
+    started = time.perf_counter()
+    call()
+    return time.perf_counter() - started
+
+
+def event_seconds(call: Call) -> float:
+    """Seconds between two CUDA events around the call."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    call()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3
+
+
+def repeat(calls: list[Call], count: int) -> Call:
+    """All calls in their order, `count` times over."""
 
     def repeated() -> None:
         for _ in range(count):
-            call()
+            for call in calls:
+                call()
 
     return repeated
 
 
-def measure_ceilings(rounds: int = 7) -> Ceilings:
-    buffer = torch.ones(max(4 * last_level_cache_bytes(), 128 << 20) // 4)
-    size = 1024
-    a, b, out = torch.randn(size, size), torch.randn(size, size), torch.empty(size, size)
-    seconds = median_seconds({"sum": lambda: buffer.sum(), "max": lambda: buffer.amax(), "dot": lambda: torch.dot(buffer, buffer), "gemm": lambda: torch.mm(a, b, out=out)}, rounds)
-    return Ceilings(buffer.nbytes / min(seconds["sum"], seconds["max"], seconds["dot"]), 2 * size**3 / seconds["gemm"])
+def captured(run: Call) -> Call:
+    """The replay of a CUDA graph of what `run` launches; run goes before once, to compile what is compiled on first use."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        run()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph.replay
+
+
+GRAPH_CALLS = 64  # calls of a captured graph at least: at 2 us each, far more than the cost of launching it
+
+
+def seconds_per_call(calls: dict[Any, list[Call]], rounds: int, device: str) -> dict[Any, float]:
+    """Median seconds of one call of each key, whose list goes through as many copies of its inputs.
+
+    CPU: wall time, Python's call included, of about a millisecond or all copies. CUDA: events around a captured graph of all copies, at least GRAPH_CALLS calls, so that gaps between kernels
+    are included and Python is not.
+    """
+    runs, counts = {}, {}
+    for key, copies in calls.items():
+        if device == "cuda":
+            times = -(-GRAPH_CALLS // len(copies))
+            runs[key] = captured(repeat(copies, times))
+        else:
+            repeat(copies, 1)()
+            times = max(1, int(1e-3 / max(wall_seconds(repeat(copies, 1)), 1e-9)))
+            runs[key] = repeat(copies, times)
+        counts[key] = times * len(copies)
+    seconds = median_seconds(runs, rounds, event_seconds if device == "cuda" else wall_seconds)
+    return {key: seconds[key] / counts[key] for key in seconds}
+
+
+def measure_ceilings(device: str = "cpu", rounds: int = 7) -> Ceilings:
+    """On CUDA buffers of 1 GiB and a product of 8192 x 8192 x 8192; launches are included, and below 1 %."""
+    if device == "cuda":
+        count, size, dtype, timed = 1 << 28, 8192, torch.bfloat16, event_seconds
+    else:
+        count, size, dtype, timed = max(4 * last_level_cache_bytes(), 128 << 20) // 4, 1024, torch.float32, wall_seconds
+    buffer, other = torch.ones(count, device=device), torch.empty(count, device=device)
+    a, b, out = torch.randn(size, size, device=device).to(dtype), torch.randn(size, size, device=device).to(dtype), torch.empty(size, size, dtype=dtype, device=device)
+    calls = {"sum": lambda: buffer.sum(), "max": lambda: buffer.amax(), "dot": lambda: torch.dot(buffer, buffer), "copy": lambda: other.copy_(buffer), "gemm": lambda: torch.mm(a, b, out=out)}
+    seconds = median_seconds(calls, rounds, timed)
+    return Ceilings(buffer.nbytes / min(seconds["sum"], seconds["max"], seconds["dot"]), 2 * buffer.nbytes / seconds["copy"], 2 * size**3 / seconds["gemm"])
 
 
 def parse_args(description: str, rounds: int, add: Callable[[argparse.ArgumentParser], None] | None = None) -> argparse.Namespace:
-    """--threads, --rounds and --json, and what `add` adds; the threads are set."""
+    """--device, --threads, --rounds, --json and --output, and what `add` adds; the threads are set."""
     parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: %(default)s")
     parser.add_argument("--threads", type=int, metavar="N", help="default: one for each core")
     parser.add_argument("--rounds", type=int, default=rounds, metavar="N", help="timed runs of everything; medians are shown (default: %(default)s)")
     parser.add_argument("--json", action="store_true", help="print JSON on stdout, and nothing else there")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="also write the JSON to a file")
     if add is not None:
         add(parser)
     args = parser.parse_args()
     if args.rounds < 1 or (args.threads is not None and args.threads < 1):
         parser.error("--rounds and --threads must be at least 1")
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: torch finds no GPU")
     if args.threads is not None:
         torch.set_num_threads(args.threads)
     return args
 
 
-def header(ceilings: Ceilings) -> str:
+def header(ceilings: Ceilings, device: str = "cpu") -> str:
+    if device == "cuda":
+        where, rate = torch.cuda.get_device_name(), "bf16"
+    else:
+        import eagle_kernels  # here, since the ceilings are asked for before the extension is built
+
+        where, rate = f"CPU, {eagle_kernels.isa()}, {torch.get_num_threads()} threads", "fp32"
     return (
-        f"CPU, {eagle_kernels.isa()}, {torch.get_num_threads()} threads; read bandwidth {ceilings.read_bandwidth / 1e9:.1f} GB/s, fp32 matrix product {ceilings.fma_rate / 1e9:.0f} GFLOP/s, "
-        f"both measured in this run; last-level cache {last_level_cache_bytes() / 2**20:.0f} MiB"
+        f"{where}; read bandwidth {ceilings.read_bandwidth / 1e9:.1f} GB/s, copy {ceilings.copy_bandwidth / 1e9:.1f} GB/s, {rate} matrix product {ceilings.fma_rate / 1e9:.0f} GFLOP/s, "
+        f"all measured in this run; last-level cache {last_level_cache_bytes(device) / 2**20:.0f} MiB"
     )
 
 
@@ -97,19 +169,20 @@ def measures(seconds: float, num_bytes: int, flops: int, ceilings: Ceilings, bas
         "gb_per_second": num_bytes / seconds / 1e9,
         "gflop_per_second": flops / seconds / 1e9,
         "share_of_bandwidth": num_bytes / seconds / ceilings.read_bandwidth,
+        "share_of_copy": num_bytes / seconds / ceilings.copy_bandwidth,
         "share_of_fma_rate": flops / seconds / ceilings.fma_rate,
         "torch_over_ours": None if baseline is None else baseline / seconds,
     }
 
 
-COLUMNS = f"{'us':>10}{'MB':>9}{'MFLOP':>9}{'GB/s':>8}{'GFLOP/s':>9}{'of read':>9}{'of FMA':>8}{'torch/ours':>12}"
+COLUMNS = f"{'us':>10}{'MB':>9}{'MFLOP':>9}{'GB/s':>8}{'GFLOP/s':>9}{'of read':>9}{'of copy':>9}{'of FMA':>8}{'torch/ours':>12}"
 
 
 def columns(row: dict[str, Any]) -> str:
     ratio = "" if row["torch_over_ours"] is None else f"{row['torch_over_ours']:.2f}"
     return (
         f"{row['microseconds']:>10.1f}{row['bytes'] / 1e6:>9.2f}{row['flops'] / 1e6:>9.1f}{row['gb_per_second']:>8.1f}{row['gflop_per_second']:>9.1f}"
-        f"{row['share_of_bandwidth']:>9.0%}{row['share_of_fma_rate']:>8.0%}{ratio:>12}"
+        f"{row['share_of_bandwidth']:>9.0%}{row['share_of_copy']:>9.0%}{row['share_of_fma_rate']:>8.0%}{ratio:>12}"
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Protocol
 
@@ -78,8 +79,9 @@ class StepGraphs:
         self._graphs = {}
         # The largest first, so that the smaller ones find its memory in the pool.
         for bucket in reversed(self.buckets):
-            api.warm_up(lambda: run(bucket))
-            self._graphs[bucket] = api.capture(lambda: run(bucket))
+            step = functools.partial(run, bucket)  # not a lambda: it would see the last bucket when a stand-in for graphs calls it later
+            api.warm_up(step)
+            self._graphs[bucket] = api.capture(step)
 
     def replay(self, batch: int) -> None:
         self.api.replay(self._graphs[next(bucket for bucket in self.buckets if bucket >= batch)])

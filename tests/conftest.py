@@ -5,13 +5,15 @@ import random
 import zlib
 from collections.abc import Iterator
 
-# Triton decides at import: here its kernels are interpreted, on a machine with a GPU those marked gpu run them for real in a process of their own.
+# Triton decides at import: here its kernels are interpreted. On a machine with a GPU, TRITON_INTERPRET=0 runs them for real, and then test_triton_* make their tensors there.
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import eagle_kernels
 import numpy
 import pytest
 import torch
+from eagle_kernels import reference
+from gpu_mode import kernels_are_compiled, references_on_cpu
 from hypothesis import HealthCheck, settings
 from interpreter import checked_launches, fixed_order_dot  # noqa: F401
 
@@ -26,12 +28,20 @@ settings.register_profile(
 settings.load_profile("eagle")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if torch.cuda.is_available():
-        return
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--shard", default="1/1", metavar="I/N", help="only every Nth test, from the Ith on: a file in several processes, since most of a GPU test's time is compiling")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    index, count = map(int, config.getoption("--shard").split("/"))
+    items[:] = items[index - 1 :: count]
     for item in items:
-        if item.get_closest_marker("gpu"):
+        if item.get_closest_marker("gpu") is None:
+            continue
+        if not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+        elif item.path.name.startswith("test_gpu_") and not kernels_are_compiled():
+            item.add_marker(pytest.mark.skip(reason="needs TRITON_INTERPRET=0, as bench/gpu_check.sh sets it"))
 
 
 @pytest.fixture(autouse=True)
@@ -41,6 +51,19 @@ def seed_from_name(request: pytest.FixtureRequest) -> None:
     random.seed(seed)
     numpy.random.seed(seed)
     torch.manual_seed(seed)
+
+
+@pytest.fixture(autouse=True)
+def triton_on_gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """In compiled mode the tests of Triton kernels make their tensors on the GPU."""
+    if not (kernels_are_compiled() and request.node.path.name.startswith("test_triton_")):
+        yield
+        return
+    for name, function in references_on_cpu("cuda").items():
+        monkeypatch.setattr(reference, name, function)
+    torch.set_default_device("cuda")
+    yield
+    torch.set_default_device(None)
 
 
 @pytest.fixture(params=eagle_kernels.available_isas())

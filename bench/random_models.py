@@ -1,0 +1,65 @@
+"""Targets and drafters with random weights of a given shape, for benchmarks and for tests on a GPU: no checkpoint, no tokenizer."""
+
+from __future__ import annotations
+
+import torch
+from shapes import ModelShape
+from torch import Tensor
+
+from eagle_engine.drafter import Drafter, DrafterConfig
+from eagle_engine.model_config import ModelConfig
+from eagle_engine.target import TargetModel
+from eagle_engine.target_weights import packed_shapes
+from eagle_kernels import pack_weight
+
+
+def model_config(shape: ModelShape, max_positions: int) -> ModelConfig:
+    return ModelConfig(
+        "llama", shape.hidden, shape.intermediate, shape.layers, shape.q_heads, shape.kv_heads, shape.head_dim, shape.vocab, 1e-5, 500_000.0, max_positions, dtype="bfloat16"
+    )  # fmt: skip
+
+
+def random_target(shape: ModelShape, max_positions: int, *, device: str, dtype: torch.dtype = torch.bfloat16, deterministic: bool = False, next_token: Tensor | None = None, update: float = 1.0) -> TargetModel:
+    """Random weights, drawn on the device.
+
+    next_token  [V] int64, a permutation: the head has the embedding of token i as its row next_token[i], so that with small updates the greedy token after i is next_token[i] by a wide
+                margin (the norm of an embedding against its products with others), however the kernels round. None: a random head
+    update      factor on what the layers add to the embeddings
+    """
+    config = model_config(shape, max_positions)
+    sizes = packed_shapes(config)
+
+    def matrix(kind: str, scale: float = 1.0) -> Tensor:
+        out_features, in_features = sizes[kind]
+        return torch.empty(out_features, in_features, dtype=dtype, device=device).normal_(0.0, scale * in_features**-0.5)
+
+    embedding = torch.empty(*sizes["embedding"], dtype=dtype, device=device).normal_()
+    head = matrix("head")
+    if next_token is not None:
+        head[next_token] = embedding * shape.hidden**-0.5
+    ones = torch.ones(shape.hidden, device=device)
+    weights = {"embedding": pack_weight(embedding).data, "head": pack_weight(head).data, "final_norm": ones}
+    for i in range(shape.layers):
+        layer = {"attention_norm": ones, "mlp_norm": ones}
+        for kind in ("qkv", "o", "gate_up", "down"):
+            layer[kind] = pack_weight(matrix(kind, update if kind in ("o", "down") else 1.0)).data
+        weights |= {f"layers.{i}.{name}": value for name, value in layer.items()}
+    return TargetModel(config, weights, max_positions, deterministic)
+
+
+def random_drafter(target: TargetModel, shape: ModelShape, draft_vocab: int | None = None, *, follows_embedding: bool = False) -> Drafter:
+    """One layer of the target's own shape; draft_vocab: the first so many tokens.
+
+    follows_embedding: its feature is about the embedding of the last token, so that it is often right about a target whose head is a permutation of its embedding
+    """
+    config = DrafterConfig.from_dict({
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": shape.hidden, "intermediate_size": shape.intermediate, "num_attention_heads": shape.q_heads,
+        "num_key_value_heads": shape.kv_heads, "num_hidden_layers": 1, "hidden_act": "silu", "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "vocab_size": shape.vocab, "bias": False,
+    })  # fmt: skip
+    tensors = {}
+    for name, size in config.expected_tensors().items():
+        tensor = torch.empty(size, dtype=target.dtype, device=target.device)
+        tensors[name] = tensor.fill_(1.0) if "norm" in name else tensor.normal_(0.0, size[-1] ** -0.5)
+    if follows_embedding:
+        tensors["fc.weight"].mul_(0.2)[:, : shape.hidden].add_(torch.eye(shape.hidden, dtype=target.dtype, device=target.device))
+    return Drafter(config, tensors, target, max_positions=target.max_positions, draft_vocab=None if draft_vocab is None else torch.arange(draft_vocab))
