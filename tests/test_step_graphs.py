@@ -86,6 +86,16 @@ def test_one_launch_and_one_copy_per_step_and_the_host_reads_one_step_late() -> 
     assert api.events == ["replay", "copy"] + ["replay", "copy", "wait"] * (steps - 1)
 
 
+def test_a_replay_advances_every_running_sequence() -> None:
+    """Three sequences run in the bucket of four: as many replays as for one."""
+    target = tiny_target("llama")
+    engine, api = graphed(target, None)
+    api.events.clear()
+    outputs = engine.generate([random_tokens(seed, 6) for seed in range(3)], SamplingParams(temperature=0.0, max_tokens=10))
+    assert [len(output.token_ids) for output in outputs] == [10] * 3
+    assert api.events.count("replay") == 9 + 1  # the first tokens are the prefill's; the last replay was under way
+
+
 def test_plain_decoding_is_captured_too() -> None:
     target = tiny_target("llama")
     prompt = random_tokens(1, 9)
