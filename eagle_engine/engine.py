@@ -12,14 +12,12 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from eagle_engine.checkpoint import open_checkpoint
 from eagle_engine.config import EagleConfig
-from eagle_engine.demo import demo_drafter_path, demo_target_path
 from eagle_engine.drafter import Drafter
 from eagle_engine.errors import EagleError
 from eagle_engine.graphs import CudaGraphs, GraphApi, StepGraphs, VerifyGraphs
 from eagle_engine.kv_cache import PagePool, make_kv_cache
-from eagle_engine.loading import DEMO, DEMO_DRAFT_VOCAB, DTYPES, drafter_path, engine_device, weights_dtype
+from eagle_engine.loading import DEMO, config_of, default_max_model_len, load_models, slack_rows
 from eagle_engine.outputs import RequestOutput, TextDelta
 from eagle_engine.prefill_attention import longest_chunk
 from eagle_engine.request import Request
@@ -77,11 +75,9 @@ class Engine:
             draft_cache = make_kv_cache(1, self.pages.num_pages, config.page_size, d.num_kv_heads, d.head_dim, target.activation_dtype, device)
         self.state = DecodeState.allocate(config.max_batch_size, max_pages, t.hidden_size, shape, cache, draft_cache, target.activation_dtype)
         self._graphs: StepGraphs | None = None
-        self._in_flight: tuple[list[Request], object, Tensor] | None = None
         if graph_api is not None:
-            self._host_buffers = [graph_api.host_buffer(self.state.output_ring) for _ in range(2)]
             with torch.inference_mode():
-                self._graphs = StepGraphs(graph_api, config.max_batch_size, lambda batch: run_step(self.models, self.state, batch, PhaseTimer()))
+                self._graphs = StepGraphs(graph_api, config.max_batch_size, lambda batch: run_step(self.models, self.state, batch, PhaseTimer()), self.state.output_ring)
                 for slot in range(config.max_batch_size):
                     self.state.clear(slot)
         elif not config.enforce_eager and device.type == "cpu" and VerifyGraphs.can_record(target):
@@ -121,33 +117,10 @@ class Engine:
 
         EagleError says what is wrong with a file or an option.
         """
-        if config is not None and options:
-            raise EagleError(f"give config or single options ({', '.join(options)}), not both")
-        if config is None:
-            unknown = [name for name in options if name not in EagleConfig.__dataclass_fields__]
-            if unknown:
-                raise EagleError(f"unknown option {unknown[0]!r}; options are {', '.join(EagleConfig.__dataclass_fields__)}")
-            config = EagleConfig(**options)
-        if dtype != "auto" and dtype not in DTYPES:
-            raise EagleError(f"dtype: expected auto, {' or '.join(DTYPES)}, got {dtype!r}")
+        config = config_of(config, options)
         if threads is not None:
             torch.set_num_threads(threads)
-        is_demo = str(target) == DEMO
-        where = engine_device(device)
-        draft_path = drafter_path(draft, is_demo)
-        checkpoint = open_checkpoint(demo_target_path(progress) if is_demo else target)
-        weight_dtype = weights_dtype(dtype, checkpoint.config.dtype, checkpoint.gguf_metadata is not None, where)
-        longest = checkpoint.config.max_position_embeddings
-        if config.max_model_len is not None and config.max_model_len > longest:
-            raise EagleError(f"max_model_len {config.max_model_len} is more than the target was made for: its max_position_embeddings is {longest}")
-        max_positions = (config.max_model_len or default_max_model_len(longest)) + slack_rows(config, draft_path is not None, where.type == "cuda")
-        model = TargetModel.from_checkpoint(checkpoint, weight_dtype, max_positions, progress, device=where, deterministic=config.deterministic)
-        drafter = None
-        if draft_path is not None:
-            if draft_vocab == "auto":
-                draft_vocab = DEMO_DRAFT_VOCAB if draft_path == demo_drafter_path() else None
-            drafter = Drafter.from_directory(draft_path, model, max_positions=max_positions, draft_vocab=draft_vocab)
-        return cls(model, drafter, Tokenizer.from_checkpoint(checkpoint), config)
+        return cls(*load_models(target, draft, config, device, dtype, draft_vocab, progress), config)
 
     @property
     def memory_bytes(self) -> dict[str, int]:
@@ -258,21 +231,13 @@ class Engine:
             run_step(self.models, self.state, batch, self.timer)
             self._deliver(self._running, self.state.output_ring[:batch])
         else:
-            self._launch()
+            # What is read is the step before: the one that runs while a sequence turns out to have ended is thrown away.
+            self.timer.start()
+            before = self._graphs.launch(batch, list(self._running))
+            if before is not None:
+                self._deliver(*before)
+            self.timer.lap("graph")
         self._retire_finished()
-
-    def _launch(self) -> None:
-        """Send a step on its way, then read what the one before it emitted: the device never waits for the host. The step that runs while a sequence turns out to have ended is thrown away."""
-        self.timer.start()
-        api, before = self._graphs.api, self._in_flight
-        self._graphs.replay(len(self._running))
-        buffer = self._host_buffers[0 if before is None or before[2] is self._host_buffers[1] else 1]
-        self._in_flight = (list(self._running), api.copy_to_host(self.state.output_ring, buffer), buffer)
-        if before is not None:
-            running, copied, rings = before
-            api.wait(copied)
-            self._deliver(running, rings)
-        self.timer.lap("graph")
 
     @staticmethod
     def _deliver(running: list[Request], rings: Tensor) -> None:
@@ -357,13 +322,3 @@ class Engine:
     def _next_request_id(self) -> int:
         self._next_id += 1
         return self._next_id - 1
-
-
-def default_max_model_len(max_position_embeddings: int) -> int:
-    return min(max_position_embeddings, 8192)
-
-
-def slack_rows(config: EagleConfig, speculative: bool, late: bool) -> int:
-    """Rows that a step may use above the committed ones. late: the host learns one step late that a sequence has ended, so one step more may have been committed."""
-    shape = tree_shape(config) if speculative else PLAIN
-    return max(shape.num_nodes, shape.draft_rows, shape.max_depth + 1) + (shape.max_depth + 1 if late else 0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,6 +12,8 @@ from torch import Tensor
 from eagle_engine.state import DecodeState
 from eagle_engine.target import TargetModel
 from eagle_kernels import Recording, Tree, record
+
+Tag = TypeVar("Tag")
 
 
 class GraphApi(Protocol):
@@ -72,9 +74,12 @@ class StepGraphs:
     A batch between two buckets runs as the larger one: the slots past it are dummies. All buffers are the state's or the graphs' own, so a replay allocates nothing.
     """
 
-    def __init__(self, api: GraphApi, max_batch: int, run: Callable[[int], None]) -> None:
-        """run(batch): one step, eagerly, over the first `batch` slots, all of which are dummies now."""
+    def __init__(self, api: GraphApi, max_batch: int, run: Callable[[int], None], output_ring: Tensor) -> None:
+        """run(batch): one step, eagerly, over the first `batch` slots, all of which are dummies now; output_ring: what a step leaves for the host."""
         self.api = api
+        self._output_ring = output_ring
+        self._host_rings = [api.host_buffer(output_ring) for _ in range(2)]
+        self._in_flight: tuple[object, object, Tensor] | None = None
         self.buckets = batch_buckets(max_batch)
         self._graphs = {}
         # The largest first, so that the smaller ones find its memory in the pool.
@@ -83,8 +88,17 @@ class StepGraphs:
             api.warm_up(step)
             self._graphs[bucket] = api.capture(step)
 
-    def replay(self, batch: int) -> None:
+    def launch(self, batch: int, tag: Tag) -> tuple[Tag, Tensor] | None:
+        """Send a step on its way; the tag and the output ring of the step before it, if there was one. So the device never waits for the host, and the host waits for a step that is probably over."""
         self.api.replay(self._graphs[next(bucket for bucket in self.buckets if bucket >= batch)])
+        before, ring = self._in_flight, self._host_rings[0]
+        if before is not None and before[2] is ring:
+            ring = self._host_rings[1]
+        self._in_flight = (tag, self.api.copy_to_host(self._output_ring, ring), ring)
+        if before is None:
+            return None
+        self.api.wait(before[1])
+        return before[0], before[2]
 
 
 def batch_buckets(max_batch: int) -> tuple[int, ...]:
