@@ -204,11 +204,17 @@ def test_oracle_kernel_equals_its_torch_form(bench) -> None:
     other = HeadTopK(*(tensor.clone() for tensor in head))
     tokens, positions = torch.tensor([[3, 0, -1], [9, 2, 1]]), torch.tensor([[0, 4, 7], [8, 9, 50]])
     next_token, hits = torch.randperm(10), torch.randint(0, 2, (11,)).to(torch.int8)
-    oracle.overwrite(head, tokens, positions, next_token, hits)
-    oracle._overwrite_kernel[(6,)](tokens, positions, next_token, hits, *other, 10, 11, 4, 5, BITS=oracle.ordered_bits(oracle.BIG), VALUE=oracle.BIG)
+    for ahead in (1, 2):
+        for kind in (torch.int32, torch.int64):
+            check_oracle(oracle, head, other, tokens, positions.to(kind), ahead, next_token, hits)
+    assert_exact(reference.logits_topk(torch.tensor([[0.0, oracle.BIG]]), 1).keys, torch.tensor([[[(oracle.ordered_bits(oracle.BIG) << 32) | (0xFFFFFFFF - 1)]]]))
+
+
+def check_oracle(oracle, head: HeadTopK, other: HeadTopK, tokens: torch.Tensor, positions: torch.Tensor, ahead: int, next_token: torch.Tensor, hits: torch.Tensor) -> None:
+    oracle.overwrite(head, tokens, positions, ahead, next_token, hits)
+    oracle._overwrite_kernel[(6,)](tokens, positions, next_token, hits, *other, 10, 11, 4, 5, ahead, BITS=oracle.ordered_bits(oracle.BIG), VALUE=oracle.BIG)
     for tensor, expected in zip(other, head):
         assert_exact(tensor, expected)
-    assert_exact(reference.logits_topk(torch.tensor([[0.0, oracle.BIG]]), 1).keys, torch.tensor([[[(oracle.ordered_bits(oracle.BIG) << 32) | (0xFFFFFFFF - 1)]]]))
 
 
 @pytest.fixture
