@@ -122,7 +122,7 @@ def phases(models: Models, state: DecodeState, args: argparse.Namespace) -> dict
     for level in shape.levels:
         head = oracle.head_topk(features, shape.top_k)
         heads.append(lambda features=features: drafter.head_topk(features, shape.top_k))
-        oracles.append(lambda head=head, tokens=oracle.tokens, positions=oracle.positions: overwrite(head, tokens, positions, oracle.next_token, oracle.hits))
+        oracles.append(lambda head=head, place=(oracle.tokens, oracle.positions, oracle.ahead): overwrite(head, *place, oracle.next_token, oracle.hits))
 
         def expand(frontier=frontier, features=features, head=head, level=level) -> Frontier:
             return expand_topk(

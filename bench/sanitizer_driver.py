@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import torch
 
-from eagle_kernels import DraftPool, accept, compact, expand_topk, logits_topk, reference, rerank
+from eagle_kernels import DraftPool, accept, compact, expand_topk, reference, rerank
 
 CUDA_OPS = ("expand_topk", "rerank", "accept", "compact")
 
@@ -65,7 +65,7 @@ def run(device: str) -> None:
     batch, frontier, top_k, vocab, hidden = 2, 5, 5, 3001, 40
     pool = random_pool(batch, 90)
     arguments = {
-        "head": logits_topk(torch.randn(batch, frontier, vocab), top_k), "frontier_scores": -torch.rand(batch, frontier), "frontier_pool_index": torch.arange(frontier, dtype=torch.int32).repeat(batch, 1),
+        "head": reference.logits_topk(torch.randn(batch, frontier, vocab), top_k, tile=64), "frontier_scores": -torch.rand(batch, frontier), "frontier_pool_index": torch.arange(frontier, dtype=torch.int32).repeat(batch, 1),
         "features": torch.randn(batch, frontier, hidden).bfloat16(), "frontier_mask": torch.randint(0, 2**40, (batch, frontier, 1)), "pool": pool, "pool_offset": 10, "top_k": top_k,
         "first_row": 6, "next_size": 5,
     }  # fmt: skip

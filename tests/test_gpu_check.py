@@ -126,7 +126,7 @@ def test_sections_alone_and_again(check) -> None:
 def test_a_section_that_takes_too_long_is_ended(check, tmp_path: Path) -> None:
     copy = tmp_path / "repository" / "bench" / "gpu_check.sh"
     copy.parent.mkdir(parents=True)
-    copy.write_text(SCRIPT.read_text().replace("[opbench]=70", "[opbench]=1"))
+    copy.write_text(SCRIPT.read_text().replace("[opbench]=85", "[opbench]=1"))
     (copy.parent / "gpu_report.py").symlink_to(ROOT / "bench" / "gpu_report.py")
     result = check("opbench", "facts", script=copy, SLEEP="all_ops")
     assert sections_of(check.out) == {"opbench": "timed-out", "facts": "passed"} and result.returncode == 1
@@ -151,6 +151,15 @@ def test_without_the_demo_target_a_random_pair_stands_in(check) -> None:
     result = check("demo", FAIL="demo_parts.py where")
     assert result.returncode == 0 and "a random pair: the demo target is not here" in result.stdout
     assert any("verify_random.py --device cuda" in call for call in check.calls())
+
+
+def test_shards_hold_every_test_once() -> None:
+    def collected(*options: str) -> list[str]:
+        command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "", *options, str(ROOT / "tests" / "test_gpu_bitwise.py")]
+        return [line for line in subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines() if "::" in line]
+
+    parts = [collected(f"--shard={i}/3") for i in (1, 2, 3)]
+    assert sorted(sum(parts, [])) == sorted(collected()) and min(map(len, parts)) > 20
 
 
 def made_up_step(plain: float, speculative: float, level: float, allocated: int) -> dict:
