@@ -49,7 +49,8 @@ def gencode_flags() -> list[str]:
     text = subprocess.run([os.path.join(CUDA_HOME, "bin", "nvcc"), "--version"], capture_output=True, text=True, check=True).stdout
     version = tuple(int(part) for part in re.search(r"release (\d+)\.(\d+)", text).groups())
     targets = ["80", "86", "89", "90a"] + (["100a", "120"] if version >= (12, 8) else [])
-    return [f"-gencode=arch=compute_{target},code=sm_{target}" for target in targets]
+    # Chips that are not named compile the PTX when the kernels are first loaded.
+    return [f"-gencode=arch=compute_{target},code=sm_{target}" for target in targets] + ["-gencode=arch=compute_80,code=compute_80"]
 
 
 def extension():

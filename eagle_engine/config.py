@@ -11,6 +11,7 @@ ACCEPTANCE_RULES = ("exact", "rejection")
 FILTER_ORDERS = ("hf", "vllm")
 MAX_NODES = 256
 MAX_TOP_K = 64
+MAX_FRONTIER = 64
 
 # A static tree for a small node budget. Each entry is a path of ranks among the drafter's choices.
 STATIC_CHOICES: tuple[tuple[int, ...], ...] = ((0,), (1,), (0, 0), (0, 1), (1, 0))
@@ -92,6 +93,10 @@ def _check_choices(choices: tuple[tuple[int, ...], ...]) -> None:
             raise EagleError(f"choices: {list(path)} is not a path of ranks from 0 to {MAX_TOP_K - 1}")
         if len(path) > 1 and path[:-1] not in known:
             raise EagleError(f"choices: {list(path)} has no parent {list(path[:-1])} in the list")
+    for depth in range(1, max(len(path) for path in choices)):
+        expanded = {path[:depth] for path in choices if len(path) > depth}
+        if len(expanded) > MAX_FRONTIER:
+            raise EagleError(f"choices: a level has at most {MAX_FRONTIER} nodes with children, depth {depth} has {len(expanded)}")
     if len(choices) + 1 > MAX_NODES:
         raise EagleError(f"choices: a tree has at most {MAX_NODES} nodes, got {len(choices) + 1}")
 

@@ -229,7 +229,7 @@ class Drafter:
         q, k, v = qkv[:, :, : c.num_heads], qkv[:, :, c.num_heads : c.num_heads + c.num_kv_heads], qkv[:, :, c.num_heads + c.num_kv_heads :]
         rope_store_kv(q, k, v, position_ids, self.rope_table, cache, page_table, seq_lens, row_offset)
         if queries > MAX_TREE_QUERIES:
-            attended = prefill_attention(q, cache, page_table, seq_lens, out=torch.empty_like(q, memory_format=torch.contiguous_format))
+            attended = prefill_attention(q, cache, page_table, int(seq_lens[0]), out=torch.empty_like(q, memory_format=torch.contiguous_format))
         else:
             attended = tree_attention(q, cache, page_table, seq_lens, packed_ancestor_mask)
         x = rms_norm(linear(attended.view(batch * queries, -1), self.o), self.mlp_norm, c.rms_norm_eps, hidden)

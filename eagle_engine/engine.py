@@ -13,6 +13,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from eagle_engine.config import EagleConfig
+from eagle_engine.cuda_limits import check_device, check_limits
 from eagle_engine.drafter import Drafter
 from eagle_engine.errors import EagleError
 from eagle_engine.graphs import CudaGraphs, GraphApi, StepGraphs, VerifyGraphs
@@ -52,12 +53,16 @@ class Engine:
         config = config or EagleConfig()
         self.config, self.tokenizer = config, tokenizer
         device = target.device
-        if graph_api is None and device.type == "cuda" and not config.enforce_eager:
-            graph_api = CudaGraphs()
         shape = on_device(tree_shape(config), device) if drafter is not None else PLAIN
         if drafter is not None and shape.top_k > drafter.vocab_size:
             raise EagleError(f"top_k {shape.top_k} is more than the drafter's vocabulary of {drafter.vocab_size}")
+        if device.type == "cuda":
+            check_device(device)
+            head_dims = {"target": target.config.head_dim} | ({"drafter": drafter.config.head_dim} if drafter is not None else {})
+            check_limits(config, head_dims, drafter.vocab_size if drafter is not None else 0)
         self.models = Models(target, drafter, shape, config.acceptance == "rejection", config.filter_order)
+        if graph_api is None and device.type == "cuda" and not config.enforce_eager:
+            graph_api = CudaGraphs()
         self.max_model_len = config.max_model_len or default_max_model_len(target.config.max_position_embeddings)
         self.eos_token_ids = frozenset(eos_token_ids if eos_token_ids is not None else tokenizer.eos_token_ids if tokenizer else target.config.eos_token_ids)
         # Rows of a tree stand above the committed ones, so the longest sequence needs room beyond max_model_len.
@@ -65,7 +70,8 @@ class Engine:
         if target.max_positions < self.max_model_len + slack:
             raise EagleError(f"max_model_len {self.max_model_len} needs {self.max_model_len + slack} positions, the target was loaded with {target.max_positions}")
         self._slack = slack
-        max_pages = -(-(self.max_model_len + slack) // config.page_size)
+        # A row of the page table starts at a multiple of 16 bytes, which is what kernels are compiled for.
+        max_pages = (-(-(self.max_model_len + slack) // config.page_size) + 3) // 4 * 4
         self.pages = PagePool(config.num_pages or config.max_batch_size * max_pages, config.page_size)
         t = target.config
         cache = make_kv_cache(t.num_layers, self.pages.num_pages, config.page_size, t.num_kv_heads, t.head_dim, target.activation_dtype, device)
@@ -78,6 +84,9 @@ class Engine:
         if graph_api is not None:
             with torch.inference_mode():
                 self._graphs = StepGraphs(graph_api, config.max_batch_size, lambda batch: run_step(self.models, self.state, batch, PhaseTimer()), self.state.output_ring)
+                # The kernels of a prefill are compiled now, not while the first requests wait.
+                for length in {1, min(longest_chunk(device, target.deterministic, config.prefill_chunk), self.max_model_len - 1)} - {0}:
+                    prefill(self.models, self.state, 0, torch.zeros(length, dtype=torch.int64, device=device), length, PhaseTimer())
                 for slot in range(config.max_batch_size):
                     self.state.clear(slot)
         elif not config.enforce_eager and device.type == "cpu" and VerifyGraphs.can_record(target):

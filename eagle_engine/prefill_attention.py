@@ -15,7 +15,8 @@ LONG_CHUNK = 4096  # prompt tokens of a forward with flash-attn: enough to be bo
 
 @functools.cache
 def has_flash_attn() -> bool:
-    return importlib.util.find_spec("flash_attn") is not None
+    """Whether flash_attn is installed, with the function that is used here."""
+    return importlib.util.find_spec("flash_attn") is not None and hasattr(importlib.import_module("flash_attn"), "flash_attn_func")
 
 
 def longest_chunk(device: torch.device, deterministic: bool, chunk: int) -> int:
@@ -23,14 +24,14 @@ def longest_chunk(device: torch.device, deterministic: bool, chunk: int) -> int:
     return max(chunk, LONG_CHUNK) if device.type == "cuda" and not deterministic and has_flash_attn() else chunk
 
 
-def prefill_attention(q: Tensor, kv_cache: Tensor, page_table: Tensor, seq_lens: Tensor, *, window: int = 0, out: Tensor) -> Tensor:
-    """Causal attention of Q rows of one sequence over its committed rows and themselves; arguments as tree_attention with B = 1 and no mask.
+def prefill_attention(q: Tensor, kv_cache: Tensor, page_table: Tensor, seq_len: int, *, window: int = 0, out: Tensor) -> Tensor:
+    """Causal attention of Q rows of one sequence over its seq_len committed rows and themselves; other arguments as tree_attention with B = 1 and no mask.
 
-    The cache's rows are copied together first: flash-attn reads pages only in multiples of 256 rows. seq_lens is read by the host, which a prefill may do.
+    The cache's rows are copied together first: flash-attn reads pages only in multiples of 256 rows.
     """
     if q.shape[0] != 1:
         raise ValueError(f"q: expected one sequence, got {q.shape[0]}")
-    length = int(seq_lens[0]) + q.shape[1]
+    length = seq_len + q.shape[1]
     page_size = kv_cache.shape[2]
     pages = page_table[0, : -(-length // page_size)].long()
     keys, values = kv_cache[:, pages].flatten(1, 2)[:, None, :length]

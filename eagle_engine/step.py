@@ -198,14 +198,14 @@ def prefill(models: Models, state: DecodeState, slot: int, prompt: Tensor, chunk
         position_ids = torch.arange(start, start + tokens.shape[1], device=device)[None]
         seq_lens = torch.full((1,), start, dtype=torch.int32, device=device)
         features = target.forward(tokens, position_ids, state.target_cache, seq_lens, page_table)
-        following = prompt[None, start + 1 : start + 1 + chunk]
+        following = prompt[None, start + 1 : start + 1 + chunk].clone()  # aligned, as kernels are compiled for it
         if models.shape.levels and following.shape[1] > 0:
             # The pair of the last prompt token waits for the first token of the answer.
             pairs = following.shape[1]
             drafter.forward(following, features[:, :pairs], position_ids[:, :pairs], state.draft_cache[0], seq_lens, page_table)
     last = features[:, -1]
     logits = target.logits(last)
-    params = {name: getattr(state, name)[slot, :1] for name in ("temperature", "top_k", "top_p", "min_p", "seeds")}
+    params = {name: getattr(state, name)[slot, :1].clone() for name in ("temperature", "top_k", "top_p", "min_p", "seeds")}
     first = sample(logits, **params, positions=torch.full((1,), len(prompt), device=device), order=models.filter_order)
     state.seq_lens[slot] = len(prompt)
     state.root_tokens[slot] = first[0]

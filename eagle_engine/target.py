@@ -143,6 +143,7 @@ class TargetModel:
         num_qk_heads = num_heads + config.num_kv_heads
         num_qkv_heads = num_qk_heads + config.num_kv_heads
         rope, exact = self.rope_table, self.deterministic
+        seq_len = int(seq_lens[0]) if queries > MAX_TREE_QUERIES else None  # the host may read it in a prefill, and must once
 
         # Buffers and their views serve all layers. Between attention and attention everything is a matrix of `rows` rows.
         hidden = embedding(token_ids.reshape(-1), self.embedding)
@@ -169,7 +170,7 @@ class TargetModel:
                 rms_norm(k_rows, layer.k_norm, eps, out=k_rows)
             rope_store_kv(q, k, v, position_ids, rope, layer_cache, page_table, seq_lens)
             if queries > MAX_TREE_QUERIES:
-                prefill_attention(q, layer_cache, page_table, seq_lens, window=window, out=attended)
+                prefill_attention(q, layer_cache, page_table, seq_len, window=window, out=attended)
             else:
                 tree_attention(q, layer_cache, page_table, seq_lens, packed_ancestor_mask, window=window, deterministic=exact, out=attended)
             linear(attended_rows, layer.o, layer.o_bias, deterministic=exact, out=update)

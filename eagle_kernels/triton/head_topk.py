@@ -68,10 +68,10 @@ def _head_topk_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """BLOCK_N tokens of BLOCK_M rows. Grid (tiles of the vocabulary, tiles of rows)."""
-    tile = tl.program_id(0)
+    """BLOCK_N tokens of BLOCK_M rows. Grid (tiles of rows, tiles of the vocabulary), as in `linear`."""
+    tile = tl.program_id(1)
     columns = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    rows = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     logits = tile_product(features_ptr, weight_ptr, num_rows, vocab_size, depth, stride_x, rows, columns, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K)
     _write_topk(logits, rows, columns, num_rows, vocab_size, tile, num_tiles, top_k, keys_ptr, max_ptr, sum_exp_ptr)
 
@@ -121,7 +121,7 @@ def head_topk(features: Tensor, weight: Tensor, out_features: int, keys: Tensor,
     tiles = triton.cdiv(out_features, HEAD_TILE)
     _check_result(rows, tiles, out_features, keys, max, sum_exp, features.device)
     if rows > 0:
-        grid = (tiles, triton.cdiv(rows, BLOCK_M))
+        grid = (triton.cdiv(rows, BLOCK_M), tiles)
         _head_topk_kernel[grid](features, weight, keys, max, sum_exp, rows, out_features, depth, features.stride(0), tiles, keys.shape[2], **_head_constants(depth), **HEAD_OPTIONS)
 
 

@@ -45,9 +45,9 @@ def _linear_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """One tile of the output. Grid (tiles of outputs, tiles of rows)."""
-    columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    rows = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    """One tile of the output. Grid (tiles of rows, tiles of outputs): the tiles of rows that read the same weights run together, so that W leaves the memory once."""
+    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     acc = tile_product(x_ptr, weight_ptr, num_rows, out_features, depth, stride_x, rows, columns, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K)
     if HAS_BIAS:
         acc += to_float(tl.load(bias_ptr + columns, mask=columns < out_features, other=0.0))[None, :]
@@ -119,7 +119,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, out_features: int, ou
     check_tensor("out", out, (num_rows, out_features), (x.dtype, torch.float32), x.device, contiguous="last")
     if out.numel() == 0:
         return
-    grid = (triton.cdiv(out_features, BLOCK_N), triton.cdiv(num_rows, BLOCK_M))
+    grid = (triton.cdiv(num_rows, BLOCK_M), triton.cdiv(out_features, BLOCK_N))
     constants = _linear_constants(depth, bias is not None)
     _linear_kernel[grid](x, weight, x if bias is None else bias, out, num_rows, out_features, depth, x.stride(0), out.stride(0), **constants, **LINEAR_OPTIONS)
 

@@ -25,19 +25,21 @@ def tile_product(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """fp32 [BLOCK_M, BLOCK_N]: one chain over ascending k. Rows and columns past the end repeat the last one: a load without a mask, of a result that nobody stores."""
+    """fp32 [BLOCK_M, BLOCK_N]: one chain over ascending k. Columns past the end repeat the last one: a load without a mask, of a result that nobody stores. Rows past the end are not loaded: for one row
+    of 64 that would be four times the bytes of W, from L2."""
     k = tl.arange(0, BLOCK_K)
-    x_ptrs = x_ptr + tl.minimum(rows, num_rows - 1).to(tl.int64)[:, None] * stride_x + k[None, :]
+    x_ptrs = x_ptr + rows.to(tl.int64)[:, None] * stride_x + k[None, :]
+    exists = (rows < num_rows)[:, None]
     weight_ptrs = weight_ptr + tl.minimum(columns, out_features - 1).to(tl.int64)[None, :] * depth + k[:, None]
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for start in range(0, depth, BLOCK_K):
         # x is read by every program and should stay in the cache; W goes through once.
         if EVEN_K:
-            x = tl.load(x_ptrs, eviction_policy="evict_last")
+            x = tl.load(x_ptrs, mask=exists, other=0.0, eviction_policy="evict_last")
             weight = tl.load(weight_ptrs, eviction_policy="evict_first")
         else:
             inside = k < depth - start
-            x = tl.load(x_ptrs, mask=inside[None, :], other=0.0, eviction_policy="evict_last")
+            x = tl.load(x_ptrs, mask=exists & inside[None, :], other=0.0, eviction_policy="evict_last")
             weight = tl.load(weight_ptrs, mask=inside[:, None], other=0.0, eviction_policy="evict_first")
         acc = dot(x, weight, acc)
         x_ptrs += BLOCK_K

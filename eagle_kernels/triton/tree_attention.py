@@ -16,7 +16,6 @@ BLOCK_N = 64  # keys of the largest block
 BLOCK_S = 32  # splits that the merge takes at once
 SPLIT = 256  # keys of a split in exact mode: the partial results of a row are then 1/64 of the keys and values it reads (bf16, fp32 partials)
 MAX_QUERIES = 256
-PROGRAMS_PER_SM = 2  # of the shared kernel in a launch: two fit an SM's shared memory at head_dim 128
 
 
 def _block_m(rows: int, head_dim: int, general: bool, deterministic: bool) -> int:
@@ -80,7 +79,8 @@ def tree_attention(
     block_m = _block_m(rows, head_dim, general, deterministic)
     tiles = triton.cdiv(rows, block_m)
     capacity = page_table.shape[1] * page_size + MAX_QUERIES
-    programs = max(1, PROGRAMS_PER_SM * _num_sms(device) // (tiles * batch * num_kv_heads))
+    # As many programs as run at once: two on an SM, one with 128 rows, whose 8 warps of about 207 registers fill it. More would only write more partial results.
+    programs = max(1, (1 if block_m == 128 else 2) * _num_sms(device) // (tiles * batch * num_kv_heads))
     if deterministic:
         split_len, num_splits = SPLIT, triton.cdiv(capacity, SPLIT)
         programs = min(programs, num_splits)

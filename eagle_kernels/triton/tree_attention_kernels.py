@@ -58,10 +58,10 @@ def _attend(q, k_ptr, v_ptr, offsets, ok, visible, m, l, acc, scale, soft_cap, S
 
 
 @triton.jit
-def _store_partial(partial_ptr, stats_ptr, first_row, row, ok, m, l, acc, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Rows first_row (int64) + row [M] of partial [rows, HEAD_DIM] and stats [rows, 2]. One wide base and narrow offsets: wide offsets for a whole tile cost 100 registers and spilled."""
+def _store_partial(partial_ptr, stats_ptr, first_row, row, ok, acc_ok, m, l, acc, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """A split without keys writes its statistics alone, and the merge reads no more of it. Rows first_row (int64) + row [M] of partial [rows, HEAD_DIM] and stats [rows, 2]. One wide base and narrow offsets: wide offsets for a whole tile cost 100 registers and spilled."""
     d = tl.arange(0, BLOCK_D)
-    tl.store(partial_ptr + first_row * HEAD_DIM + (row[:, None] * HEAD_DIM + d[None, :]), acc, mask=ok[:, None] & (d < HEAD_DIM)[None, :])
+    tl.store(partial_ptr + first_row * HEAD_DIM + (row[:, None] * HEAD_DIM + d[None, :]), acc, mask=acc_ok[:, None] & (d < HEAD_DIM)[None, :])
     tl.store(stats_ptr + first_row * 2 + row * 2, m, mask=ok)
     tl.store(stats_ptr + first_row * 2 + (row * 2 + 1), l, mask=ok)
 
@@ -128,7 +128,8 @@ def _shared_kernel(
             l = tl.zeros([BLOCK_M], tl.float32)
             acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
             begin, end = split * length, tl.minimum((split + 1) * length, seq_len // BLOCK_N * BLOCK_N)
-            for start in range(tl.maximum(begin, lowest), end, BLOCK_N):
+            begin = tl.maximum(begin, lowest)
+            for start in range(begin, end, BLOCK_N):
                 key = start + n
                 offsets = _row_offsets(page_table_ptr, b, key, key >= 0, page_shift, max_pages, stride_page, stride_slot)
                 visible = key[None, :] >= 0
@@ -138,7 +139,7 @@ def _shared_kernel(
                     q = tl.load(q_ptrs, mask=q_ok, other=0.0)
                 m, l, acc = _attend(q, k_ptr, v_ptr, offsets, key >= 0, visible, m, l, acc, scale, soft_cap, False, GENERAL, GENERAL, HEAD_DIM, BLOCK_D)
             first_row = (tl.program_id(2).to(tl.int64) * num_splits + split) * num_queries * group
-            _store_partial(partial_ptr, stats_ptr, first_row, row, row_ok, m, l, acc, HEAD_DIM, BLOCK_D)
+            _store_partial(partial_ptr, stats_ptr, first_row, row, row_ok, row < tl.where(begin < end, num_queries * group, 0), m, l, acc, HEAD_DIM, BLOCK_D)
     else:
         m = tl.full([BLOCK_M], float("-inf"), tl.float32)
         l = tl.zeros([BLOCK_M], tl.float32)
@@ -183,7 +184,7 @@ def _shared_kernel(
             offsets = _row_offsets(page_table_ptr, b, key, ok, page_shift, max_pages, stride_page, stride_slot)
             m, l, acc = _attend(q, k_ptr, v_ptr, offsets, ok, visible, m, l, acc, scale, soft_cap, True, True, GENERAL, HEAD_DIM, BLOCK_D)
         first_row = (tl.program_id(2).to(tl.int64) * num_splits + num_splits - 1) * num_queries * group
-        _store_partial(partial_ptr, stats_ptr, first_row, row, row_ok, m, l, acc, HEAD_DIM, BLOCK_D)
+        _store_partial(partial_ptr, stats_ptr, first_row, row, row_ok, row_ok, m, l, acc, HEAD_DIM, BLOCK_D)
 
 
 @triton.jit(do_not_specialize=NO_SPECIALIZATION)
@@ -233,7 +234,7 @@ def _own_kernel(
             visible = row_ok[:, None] & ok[None, :]
             m, l, acc = _attend(q, k_ptr, v_ptr, offsets, ok, visible, m, l, acc, scale, soft_cap, True, True, GENERAL, HEAD_DIM, BLOCK_D)
         first_row = ((tl.program_id(1).to(tl.int64) * num_splits + split) * num_queries + node) * group
-        _store_partial(partial_ptr, stats_ptr, first_row, row, row_ok, m, l, acc, HEAD_DIM, BLOCK_D)
+        _store_partial(partial_ptr, stats_ptr, first_row, row, row_ok, row_ok, m, l, acc, HEAD_DIM, BLOCK_D)
 
 
 @triton.jit(do_not_specialize=NO_SPECIALIZATION)
@@ -275,7 +276,7 @@ def _merge_kernel(
         rows = first_row + (start + s) * rows_per_split
         weight = exp2(tl.load(stats_ptr + rows * 2, mask=ok, other=float("-inf")) - base)
         total += tl.sum(weight * tl.load(stats_ptr + rows * 2 + 1, mask=ok, other=0.0), 0)
-        part = tl.load(partial_ptr + rows[:, None] * HEAD_DIM + d[None, :], mask=ok[:, None] & (d < HEAD_DIM)[None, :], other=0.0)
+        part = tl.load(partial_ptr + rows[:, None] * HEAD_DIM + d[None, :], mask=(weight > 0.0)[:, None] & (d < HEAD_DIM)[None, :], other=0.0)
         acc += tl.sum(weight[:, None] * part, 0)
     result = tl.where(total > 0.0, acc / tl.where(total > 0.0, total, 1.0), 0.0)
     out_offset = b.to(tl.int64) * stride_ob + node.to(tl.int64) * stride_on + h.to(tl.int64) * stride_oh

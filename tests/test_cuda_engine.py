@@ -1,13 +1,17 @@
-"""Long prompts through flash-attn, with a stand-in of its interface that computes with PyTorch."""
+"""What the engine does on CUDA alone, as far as it shows without one: long prompts through flash-attn (a stand-in of its interface that computes with PyTorch), devices, dtypes, limits."""
 
 from __future__ import annotations
 
+import re
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from eagle_engine import EagleError, SamplingParams, prefill_attention
+from eagle_engine import EagleConfig, EagleError, SamplingParams, cuda_limits, prefill_attention
+from eagle_engine.config import MAX_NODES, MAX_TOP_K
+from eagle_engine.cuda_limits import check_limits
 from eagle_engine.loading import engine_device, weights_dtype
 from eagle_engine.target import TargetModel
 from eagle_kernels import pack_weight, tree_attention, unpack_weight
@@ -47,7 +51,7 @@ def test_equals_tree_attention(flash_attn: list, seq_len: int, window: int) -> N
     cache = make_paged_cache([seq_len], 100, 16, 2, 16)
     q = torch.randn(1, 100, 6, 16)
     expected = tree_attention(q, *cache, window=window)
-    out = prefill_attention.prefill_attention(q, *cache, window=window, out=torch.full_like(q, float("nan")))
+    out = prefill_attention.prefill_attention(q, cache.kv, cache.page_table, seq_len, window=window, out=torch.full_like(q, float("nan")))
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
     assert flash_attn == [(100, seq_len + 100)]
 
@@ -101,3 +105,34 @@ def test_rows_layout(shape: tuple[int, ...]) -> None:
     assert_exact(packed.data, weight)
     assert_exact(unpack_weight(packed), weight)
     assert_refused("weight", lambda: pack_weight(weight.float(), "rows"))
+
+
+def test_cuda_limits_are_told_before_anything_is_allocated() -> None:
+    check_limits(EagleConfig(top_k=10, max_depth=6, num_nodes=60, page_size=64), {"target": 128, "drafter": 128}, 128256)
+    check_limits(EagleConfig(tree="chain", max_depth=64, page_size=1), {"target": 64}, 0)
+    for message, options, head_dims, vocab in (
+        ("page_size must be a power of two on CUDA, got 24", dict(page_size=24), {"target": 64}, 0),
+        ("the drafter has a head_dim of 32; on CUDA it must be one of 64, 80", {}, {"target": 64, "drafter": 32}, 100),
+        ("a draft vocabulary of 300000 is more than the 262144", {}, {"target": 64}, 300_000),
+    ):
+        with pytest.raises(EagleError, match=re.escape(message)):
+            check_limits(EagleConfig(**options), head_dims, vocab)
+
+
+def test_limits_are_those_of_the_kernels() -> None:
+    from eagle_kernels.head_topk import HEAD_TILE
+    from eagle_kernels.triton import tree_attention as kernels
+
+    assert cuda_limits.HEAD_DIMS == kernels.HEAD_DIMS
+    root = Path(__file__).parent.parent / "csrc"
+    # The largest pool that EagleConfig allows: (max_depth - 1) * top_k is at most MAX_NODES.
+    pool = int(re.search(r"kMaxRerankPool = (\d+)", (root / "cuda" / "rerank.h").read_text())[1])
+    assert MAX_TOP_K + MAX_NODES * MAX_TOP_K <= pool
+    tiles = int(re.search(r"kMaxTiles = (\d+)", (root / "cpu" / "expand_topk.h").read_text())[1])
+    assert cuda_limits.MAX_DRAFT_VOCAB == HEAD_TILE * tiles
+
+
+def test_a_level_that_is_too_wide_is_refused_on_creation() -> None:
+    wide = [(i,) for i in range(9)] + [(i, j) for i in range(9) for j in range(8)] + [(i, j, 0) for i in range(9) for j in range(8)]
+    with pytest.raises(EagleError, match="choices: a level has at most 64 nodes with children, depth 2 has 72"):
+        EagleConfig(tree="static", choices=tuple(wide))
