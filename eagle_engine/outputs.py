@@ -14,7 +14,7 @@ class RequestStats:
     acceptance_length    tokens emitted per step (without the token of the prefill); 0 before the first step
     acceptance_by_depth  share of the steps whose accepted path reached depth 1, 2, ...
     tokens_per_second    tokens of the answer over the time from the start of the prefill to the last token
-    time_per_phase       seconds in prefill, draft, verify, sample, compact while this request ran; phases are shared by the sequences of a batch
+    time_per_phase       seconds in prefill and in draft, verify, sample, compact, or in graph where a step is captured whole, while this request ran; phases are shared by the sequences of a batch
     """
 
     steps: int = 0
