@@ -153,6 +153,33 @@ def test_without_the_demo_target_a_random_pair_stands_in(check) -> None:
     assert any("verify_random.py --device cuda" in call for call in check.calls())
 
 
+ONLY_NEEDED = """
+import importlib, importlib.abc, pathlib, sys
+sys.path[:0] = [{root!r}, {root!r} + "/bench", {root!r} + "/tests"]
+import gpu_facts
+allowed = {{*gpu_facts.NEEDED, *sys.stdlib_module_names, "torch", "torchgen", "functorch", "triton", "sympy", "mpmath", "networkx", "fsspec", "filelock", "typing_extensions"}}  # torch's own among them
+allowed |= {{"eagle_kernels", "eagle_engine", "_pytest", "py", "_yaml", *(path.stem for folder in ("bench", "tests") for path in pathlib.Path({root!r}, folder).glob("*.py"))}}
+
+class Refuse(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name.split(".")[0] not in allowed and not name.startswith("_"):
+            raise ModuleNotFoundError(name)
+
+sys.meta_path.insert(0, Refuse())
+for name in {modules!r}:
+    importlib.import_module(name)
+"""
+
+
+def test_the_packages_that_it_asks_for_are_enough() -> None:
+    """Everything that the sections import, with all other packages refused."""
+    modules = [path.stem for path in sorted((ROOT / "tests").glob("test_triton_*.py"))] + ["test_cuda_ops", "test_gpu_graphs", "test_gpu_bitwise"]
+    modules += ["eagle_engine", "eagle_engine.cli.verify", "eagle_engine.gguf_checkpoint", "jinja2.sandbox", "all_ops", "bench_step", "verify_random", "sanitizer_driver", "demo_parts"]
+    for extra, status in (([], 0), (["scipy"], 1)):
+        result = subprocess.run([sys.executable, "-c", ONLY_NEEDED.format(root=str(ROOT), modules=modules + extra)], capture_output=True, text=True)
+        assert result.returncode == status, result.stderr
+
+
 def test_shards_hold_every_test_once() -> None:
     def collected(*options: str) -> list[str]:
         command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "", *options, str(ROOT / "tests" / "test_gpu_bitwise.py")]
