@@ -41,10 +41,10 @@ def check(tmp_path: Path):
     python.chmod(0o755)
     out = tmp_path / "out"
 
-    def run(*sections: str, script: Path = SCRIPT, **settings: str) -> subprocess.CompletedProcess:
+    def run(*sections: str, script: Path = SCRIPT, cwd: Path | None = None, **settings: str) -> subprocess.CompletedProcess:
         environment = {"PATH": f"{python.parent}:{os.environ['PATH']}", "HOME": str(tmp_path), "OUT": str(out), "CALLS": str(tmp_path / "calls"), "REAL_PYTHON": sys.executable}
         environment |= {"FAIL": "", "SLEEP": "", "MISSING": ""} | settings
-        return subprocess.run(["bash", str(script), *sections], capture_output=True, text=True, env=environment, timeout=120)
+        return subprocess.run(["bash", str(script), *sections], capture_output=True, text=True, env=environment, timeout=120, cwd=cwd)
 
     run.out, run.calls = out, lambda: (tmp_path / "calls").read_text().splitlines()
     return run
@@ -131,6 +131,13 @@ def test_a_section_that_takes_too_long_is_ended(check, tmp_path: Path) -> None:
     result = check("opbench", "facts", script=copy, SLEEP="all_ops")
     assert sections_of(check.out) == {"opbench": "timed-out", "facts": "passed"} and result.returncode == 1
     assert "longer than 1 s" in result.stdout
+
+
+def test_relative_paths_are_the_callers(check, tmp_path: Path) -> None:
+    check("build", "demo", script=Path(os.path.relpath(SCRIPT, tmp_path)), cwd=tmp_path, OUT="out", PYTHON="bin/python", WHEELS="wheels", DEMO_PARTS="./parts", MISSING="pytest")
+    assert sections_of(check.out)["demo"] == "passed"
+    calls = "\n".join(check.calls())
+    assert f"--find-links {tmp_path}/wheels " in calls and f"demo_parts.py join {tmp_path}/parts" in calls
 
 
 def test_skipped_tests_are_not_passed_tests(check) -> None:
