@@ -30,6 +30,7 @@ from eagle_engine.tree_shape import PLAIN, TreeShape, on_device, tree_shape
 from eagle_kernels import Frontier, accept, advance, compact, expand_topk, rerank, sample
 
 STEPS = 16  # of a timed run; the state is put back before each
+REPLAYS = 100  # over which memory must not be allocated
 PHASE_CALLS = 8  # in the graph of a phase, so that launching the graph weighs little
 SHAPES = MODELS | {"tiny": TINY}
 PAGE_SIZE = 16
@@ -98,7 +99,7 @@ def timed_steps(models: Models, state: DecodeState, args: argparse.Namespace) ->
     if args.device == "cuda":
         name = "allocated_bytes.all.allocated"
         start = torch.cuda.memory_stats()[name]
-        for i in range(100):
+        for i in range(REPLAYS):
             if i % STEPS == 0:
                 restart()
             step()
@@ -243,7 +244,7 @@ def show(result: dict, ceilings: Ceilings) -> None:
     print(f"\nspeculative over plain step {result['step_over_plain']:.3f}; draft level {result['draft_level_microseconds']:.1f} us, {result['draft_level_over_floor']:.2f} of its floor")
     print(f"acceptance length {result['acceptance_length']:.2f} (asked for {result['asked_acceptance_length']:g}): {result['tokens_per_second']:.0f} tokens/s, plain {result['plain_tokens_per_second']:.0f}")
     if result["bytes_allocated_by_replays"] is not None:
-        print(f"bytes allocated by 100 replays of either step: {result['bytes_allocated_by_replays']}")
+        print(f"bytes allocated by {REPLAYS} replays of either step: {result['bytes_allocated_by_replays']}")
 
 
 def main() -> None:

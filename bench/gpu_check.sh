@@ -5,21 +5,27 @@
 #     bench/gpu_check.sh facts opbench       these sections
 #
 # Goes on after a failure; exit status 1 if any section failed, 2 for a wrong name or without a GPU. Environment:
-#     PYTHON      interpreter with a CUDA torch and Triton (default: python)
+#     PYTHON      interpreter with a CUDA torch and Triton (default: python, or python3)
 #     OUT         folder of the results (default: bench/results/<date>-<gpu>)
 #     WHEELS      folder of wheels for packages that are missing, when there is no network; the message says which, and how to fill the folder
 #     DEMO_PARTS  folder of the demo target in parts (bench/demo_parts.py split); without it and without the target in EAGLE_CACHE a random pair stands in, and the table says so
 #     JOBS        processes of tests that run at once (default: one less than there are cores, at most 14)
 set -u
 
+# What the caller names by a relative path lies where the caller is.
+for name in OUT WHEELS DEMO_PARTS PYTHON; do
+    [[ $name == PYTHON && ${PYTHON:-} != */* ]] && continue
+    [ -n "${!name:-}" ] && export "$name=$(realpath -ms "${!name}")"
+done
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+SCRIPT="$ROOT/bench/$(basename "${BASH_SOURCE[0]}")"
 cd "$ROOT" || exit 2
 
 SECTIONS=(facts build optests graphs bitwise sanitizer opbench stepbench demo)
 declare -A LIMITS=([facts]=35 [build]=110 [optests]=110 [graphs]=50 [bitwise]=45 [sanitizer]=50 [opbench]=85 [stepbench]=65 [demo]=40) # seconds, 590 together
 NOT_RUN=77 # exit status of a section that could not run here: neither passed nor failed
 
-export PYTHON=${PYTHON:-python}
+export PYTHON=${PYTHON:-$(command -v python || command -v python3)}
 export SITE="$ROOT/build/gpu_check_packages"
 export PYTHONPATH="$ROOT:$ROOT/tests:$SITE${PYTHONPATH:+:$PYTHONPATH}"
 export TRITON_INTERPRET=0
@@ -124,7 +130,7 @@ demo() {
 run_section() {
     local name=$1 status started=$EPOCHREALTIME word
     rm -f "$OUT/$name.note" "$OUT/$name"-*.xml
-    timeout --kill-after=5 "${LIMITS[$name]}" bash "${BASH_SOURCE[0]}" --only-section "$name" >"$OUT/$name.log" 2>&1
+    timeout --kill-after=5 "${LIMITS[$name]}" bash "$SCRIPT" --only-section "$name" >"$OUT/$name.log" 2>&1
     status=$?
     case $status in
     0) word=passed ;;

@@ -84,7 +84,7 @@ def test_op_benchmark_runs(op: str, program, tmp_path: Path) -> None:
     result = json.loads(program(f"bench_{op}", "--rounds", "1", "--json", "--output", str(file), *OPS[op]))
     assert json.loads(file.read_text()) == result
     rows = result["fp32"] if op == "linear" else result["rows"]
-    assert rows and {row["op"] for row in rows} <= {op, "logits_topk", "expand"}
+    assert rows and {row["op"] for row in rows} <= {op, "logits_topk", "expand", "accept_rejection"}
     for row in rows:
         assert row["microseconds"] > 0 and not row["errors"] and (row["torch_over_ours"] is None) == (op == "accept")
         assert row["share_of_copy"] == pytest.approx(row["bytes"] / row["microseconds"] * 1e6 / 2e10)
@@ -110,7 +110,7 @@ def test_a_benchmark_that_fails_does_not_stop_the_others(bench, program, monkeyp
     monkeypatch.setattr(sys, "argv", ["all_ops.py", "--rounds", "1", "--json", "--only", "smollm2-135m"])
     assert bench("all_ops").main() == 1
     result = json.loads(program("all_ops", "--rounds", "1", "--json", "--only", "smollm2-135m"))
-    assert result["failed"] == {"bench_rerank": "broken"} and [row["op"] for row in result["rows"]] == ["accept", "accept"]
+    assert result["failed"] == {"bench_rerank": "broken"} and [row["op"] for row in result["rows"]] == ["accept", "accept", "accept_rejection"]
 
 
 # Counted by hand for Llama-3.1-8B (32 layers, hidden 4096, inner 14336, 32 and 8 heads of 128, vocabulary 128256), 60 nodes, top_k 10, max_depth 6, fp32: bytes, operations.

@@ -41,10 +41,10 @@ def check(tmp_path: Path):
     python.chmod(0o755)
     out = tmp_path / "out"
 
-    def run(*sections: str, script: Path = SCRIPT, **settings: str) -> subprocess.CompletedProcess:
+    def run(*sections: str, script: Path = SCRIPT, cwd: Path | None = None, **settings: str) -> subprocess.CompletedProcess:
         environment = {"PATH": f"{python.parent}:{os.environ['PATH']}", "HOME": str(tmp_path), "OUT": str(out), "CALLS": str(tmp_path / "calls"), "REAL_PYTHON": sys.executable}
         environment |= {"FAIL": "", "SLEEP": "", "MISSING": ""} | settings
-        return subprocess.run(["bash", str(script), *sections], capture_output=True, text=True, env=environment, timeout=120)
+        return subprocess.run(["bash", str(script), *sections], capture_output=True, text=True, env=environment, timeout=120, cwd=cwd)
 
     run.out, run.calls = out, lambda: (tmp_path / "calls").read_text().splitlines()
     return run
@@ -133,6 +133,13 @@ def test_a_section_that_takes_too_long_is_ended(check, tmp_path: Path) -> None:
     assert "longer than 1 s" in result.stdout
 
 
+def test_relative_paths_are_the_callers(check, tmp_path: Path) -> None:
+    check("build", "demo", script=Path(os.path.relpath(SCRIPT, tmp_path)), cwd=tmp_path, OUT="out", PYTHON="bin/python", WHEELS="wheels", DEMO_PARTS="./parts", MISSING="pytest")
+    assert sections_of(check.out)["demo"] == "passed"
+    calls = "\n".join(check.calls())
+    assert f"--find-links {tmp_path}/wheels " in calls and f"demo_parts.py join {tmp_path}/parts" in calls
+
+
 def test_skipped_tests_are_not_passed_tests(check) -> None:
     result = check("graphs", SKIPPED="5")
     assert result.returncode == 1 and "no test ran" in result.stdout
@@ -151,6 +158,33 @@ def test_without_the_demo_target_a_random_pair_stands_in(check) -> None:
     result = check("demo", FAIL="demo_parts.py where")
     assert result.returncode == 0 and "a random pair: the demo target is not here" in result.stdout
     assert any("verify_random.py --device cuda" in call for call in check.calls())
+
+
+ONLY_NEEDED = """
+import importlib, importlib.abc, pathlib, sys
+sys.path[:0] = [{root!r}, {root!r} + "/bench", {root!r} + "/tests"]
+import gpu_facts
+allowed = {{*gpu_facts.NEEDED, *sys.stdlib_module_names, "torch", "torchgen", "functorch", "triton", "sympy", "mpmath", "networkx", "fsspec", "filelock", "typing_extensions"}}  # torch's own among them
+allowed |= {{"eagle_kernels", "eagle_engine", "_pytest", "py", "_yaml", *(path.stem for folder in ("bench", "tests") for path in pathlib.Path({root!r}, folder).glob("*.py"))}}
+
+class Refuse(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name.split(".")[0] not in allowed and not name.startswith("_"):
+            raise ModuleNotFoundError(name)
+
+sys.meta_path.insert(0, Refuse())
+for name in {modules!r}:
+    importlib.import_module(name)
+"""
+
+
+def test_the_packages_that_it_asks_for_are_enough() -> None:
+    """Everything that the sections import, with all other packages refused."""
+    modules = [path.stem for path in sorted((ROOT / "tests").glob("test_triton_*.py"))] + ["test_cuda_ops", "test_gpu_graphs", "test_gpu_bitwise"]
+    modules += ["eagle_engine", "eagle_engine.cli.verify", "eagle_engine.gguf_checkpoint", "jinja2.sandbox", "all_ops", "bench_step", "verify_random", "sanitizer_driver", "demo_parts"]
+    for extra, status in (([], 0), (["scipy"], 1)):
+        result = subprocess.run([sys.executable, "-c", ONLY_NEEDED.format(root=str(ROOT), modules=modules + extra)], capture_output=True, text=True)
+        assert result.returncode == status, result.stderr
 
 
 def test_shards_hold_every_test_once() -> None:
