@@ -120,22 +120,22 @@ def phases(models: Models, state: DecodeState, args: argparse.Namespace) -> dict
     features = extend(oracle, state, batch)
     frontier = Frontier(state.root_tokens[:batch, None], state.root_scores[:batch], state.root_pool_index[:batch], features, state.root_mask[:batch])
     heads, expands, levels, oracles = [], [], [], []
-    for level in shape.levels:
+    for depth, level in enumerate(shape.levels):
         head = oracle.head_topk(features, shape.top_k)
         heads.append(lambda features=features: drafter.head_topk(features, shape.top_k))
         oracles.append(lambda head=head, place=(oracle.tokens, oracle.positions, oracle.ahead): overwrite(head, *place, oracle.next_token, oracle.hits))
 
-        def expand(frontier=frontier, features=features, head=head, level=level) -> Frontier:
+        positions = torch.empty(batch, level.next_size, dtype=torch.int64, device=features.device)
+
+        def expand(frontier=frontier, features=features, head=head, level=level, depth=depth, positions=positions) -> Frontier:
             return expand_topk(
                 head, frontier.scores, frontier.pool_index, features, frontier.mask, pool, level.pool_offset, shape.top_k, first_row=level.first_row, next_size=level.next_size,
-                draft_to_target=drafter.draft_to_target, choices=level.choices,
+                draft_to_target=drafter.draft_to_target, choices=level.choices, seq_lens=lens, depth=depth, position_ids=positions,
             )  # fmt: skip
 
         expands.append(expand)
         frontier = expand()
         if level.next_size > 0:
-            positions = lens[:, None] + level.depths
-
             def forward(frontier=frontier, positions=positions, level=level) -> torch.Tensor:
                 return drafter.forward(frontier.tokens, frontier.features, positions, cache, lens, table, frontier.mask, level.first_row)
 

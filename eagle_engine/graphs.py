@@ -88,9 +88,13 @@ class StepGraphs:
             api.warm_up(step)
             self._graphs[bucket] = api.capture(step)
 
+    def replay(self, batch: int) -> None:
+        """One step over the first `batch` slots and, up to the next bucket, dummies."""
+        self.api.replay(self._graphs[next(bucket for bucket in self.buckets if bucket >= batch)])
+
     def launch(self, batch: int, tag: Tag) -> tuple[Tag, Tensor] | None:
         """Send a step on its way; the tag and the output ring of the step before it, if there was one. So the device never waits for the host, and the host waits for a step that is probably over."""
-        self.api.replay(self._graphs[next(bucket for bucket in self.buckets if bucket >= batch)])
+        self.replay(batch)
         before, ring = self._in_flight, self._host_rings[0]
         if before is not None and before[2] is ring:
             ring = self._host_rings[1]

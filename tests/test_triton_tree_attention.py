@@ -7,6 +7,7 @@ import pytest
 import torch
 from eagle_kernels import reference
 from eagle_kernels.triton import tree_attention as module
+from gpu_mode import kernels_are_compiled
 from helpers import PagedCache, assert_exact, assert_refused, assert_within, make_paged_cache, packed_mask, path_to_root, random_tree
 
 
@@ -131,6 +132,7 @@ def test_every_node_equals_one_token_decoding_as_bytes(case: Case) -> None:
             assert_exact(single_lse[0, 0], lse[b, node])
 
 
+@pytest.mark.skipif(kernels_are_compiled(), reason="how the prefix is cut depends on the number of SMs: on some the bits may happen to be equal")
 def test_shared_mode_of_a_chain_is_close_but_not_promised_to_be_equal() -> None:
     """The check above can fail: cutting the keys into equal parts instead of fixed ones gives other bits."""
     case = Case((300,), 6, branching="chain")
