@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -112,14 +113,18 @@ def test_a_worse_kernel_is_reported_readably() -> None:
 def write(match: str) -> None:
     """Compile everything with both Tritons and write the table; with `match`, only the cases whose name holds it."""
     table = json.loads(TABLE.read_text()) if TABLE.exists() else {}
-    for version in ("newest", OLDEST):
+
+    def renew(version: str) -> None:
         cases = table.setdefault(version, {})
         for name in [name for name in cases if match in name]:
             del cases[name]
         for found in compile_cases(version, "--match", match):
             cases.setdefault(found.pop("case"), {})[str(found.pop("target"))] = found
             print(version, len(cases), flush=True)
-        TABLE.write_text(dump(table))
+
+    with ThreadPoolExecutor() as both:
+        list(both.map(renew, ("newest", OLDEST)))
+    TABLE.write_text(dump(table))
 
 
 def dump(table: dict) -> str:

@@ -14,7 +14,7 @@ DTYPES = (torch.bfloat16, torch.float16)
 
 # 32 outputs per program: 128 programs for 4096 outputs, about one per SM. Four stages keep 3 x 8 kB of weights per program in flight and fit two programs on an SM of 227 kB.
 BLOCK_N = 32
-LINEAR_OPTIONS = {"num_warps": 4, "num_stages": 4, "enable_fp_fusion": False}
+LINEAR_OPTIONS = {"num_warps": 4, "num_stages": 4, "maxnreg": 128, "enable_fp_fusion": False}
 
 EMBEDDING_CONSTANTS = {"BLOCK": 1024}
 EMBEDDING_OPTIONS = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": False}

@@ -36,7 +36,7 @@ def _attend_config(head_dim: int, block_m: int, general: bool) -> tuple[dict, di
 
 
 def _merge_config(head_dim: int) -> tuple[dict, dict]:
-    return {"HEAD_DIM": head_dim, "BLOCK_D": triton.next_power_of_2(head_dim), "BLOCK_S": BLOCK_S}, {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": False}
+    return {"HEAD_DIM": head_dim, "BLOCK_D": triton.next_power_of_2(head_dim), "BLOCK_S": BLOCK_S}, {"num_warps": 4, "num_stages": 1, "maxnreg": 128, "enable_fp_fusion": False}
 
 
 @functools.cache

@@ -59,7 +59,7 @@ def _attend(q, k_ptr, v_ptr, offsets, ok, visible, m, l, acc, scale, soft_cap, S
 
 @triton.jit
 def _store_partial(partial_ptr, stats_ptr, first_row, row, ok, acc_ok, m, l, acc, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """A split without keys writes its statistics alone, and the merge reads no more of it. Rows first_row (int64) + row [M] of partial [rows, HEAD_DIM] and stats [rows, 2]. One wide base and narrow offsets: wide offsets for a whole tile cost 100 registers and spilled."""
+    """A split without keys need not write its acc: the merge reads only its statistics. Rows first_row (int64) + row [M] of partial [rows, HEAD_DIM] and stats [rows, 2]. One wide base and narrow offsets: wide offsets for a whole tile cost 100 registers and spilled."""
     d = tl.arange(0, BLOCK_D)
     tl.store(partial_ptr + first_row * HEAD_DIM + (row[:, None] * HEAD_DIM + d[None, :]), acc, mask=acc_ok[:, None] & (d < HEAD_DIM)[None, :])
     tl.store(stats_ptr + first_row * 2 + row * 2, m, mask=ok)
@@ -139,7 +139,10 @@ def _shared_kernel(
                     q = tl.load(q_ptrs, mask=q_ok, other=0.0)
                 m, l, acc = _attend(q, k_ptr, v_ptr, offsets, key >= 0, visible, m, l, acc, scale, soft_cap, False, GENERAL, GENERAL, HEAD_DIM, BLOCK_D)
             first_row = (tl.program_id(2).to(tl.int64) * num_splits + split) * num_queries * group
-            _store_partial(partial_ptr, stats_ptr, first_row, row, row_ok, row < tl.where(begin < end, num_queries * group, 0), m, l, acc, HEAD_DIM, BLOCK_D)
+            acc_ok = row_ok
+            if not GENERAL and HEAD_DIM <= 128:  # where registers are short it is written all the same
+                acc_ok = row < tl.where(begin < end, num_queries * group, 0)
+            _store_partial(partial_ptr, stats_ptr, first_row, row, row_ok, acc_ok, m, l, acc, HEAD_DIM, BLOCK_D)
     else:
         m = tl.full([BLOCK_M], float("-inf"), tl.float32)
         l = tl.zeros([BLOCK_M], tl.float32)
