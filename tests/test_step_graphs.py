@@ -24,6 +24,7 @@ class CountingGraphs:
 
     def __init__(self) -> None:
         self.events: list[str] = []
+        self._under_way: list[torch.Tensor] = []  # where copies that nobody has waited for go
 
     def warm_up(self, run: Callable[[], None]) -> None:
         self.events.append("warm_up")
@@ -43,11 +44,14 @@ class CountingGraphs:
 
     def copy_to_host(self, source: torch.Tensor, destination: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         self.events.append("copy")
+        assert all(destination is not other for other in self._under_way), "a copy into a buffer that another copy still writes"
+        self._under_way.append(destination)
         destination.fill_(-(10**12))
         return source.clone(), destination
 
     def wait(self, copied: tuple[torch.Tensor, torch.Tensor]) -> None:
         self.events.append("wait")
+        self._under_way = [other for other in self._under_way if other is not copied[1]]
         copied[1].copy_(copied[0])
 
 
@@ -142,22 +146,25 @@ def test_a_stop_token_ends_the_sequence_on_the_device() -> None:
 
 
 def test_dummy_slots_write_to_the_last_page_alone() -> None:
+    """Three sequences in the bucket of four, again with slots that others have left: pages that nobody took are as they were, and those that were taken give the tokens of plain decoding."""
     target = tiny_target("llama")
     engine, _ = graphed(target, random_drafter(target), num_pages=24, **TREES["dynamic"])
-    engine.add_request(random_tokens(1, 5), SamplingParams(temperature=0.0, max_tokens=8))
-    engine.add_request(random_tokens(2, 5), SamplingParams(temperature=0.0, max_tokens=8))
-    engine.add_request(random_tokens(3, 5), SamplingParams(temperature=0.0, max_tokens=8))
-    with torch.inference_mode():
-        engine._admit()
-    free = list(engine.pages._free)
-    assert len(free) > 0 and len(engine._running) == 3
-    for cache in (engine.state.target_cache, engine.state.draft_cache):
-        cache[:, :, free] = 7.25
-    while engine.has_unfinished():
-        engine.step()
-    # Three sequences run in the bucket of four. Pages that nobody took are as they were.
-    for cache in (engine.state.target_cache, engine.state.draft_cache):
-        assert (cache[:, :, free] == 7.25).all()
+    params = SamplingParams(temperature=0.0, max_tokens=8)
+    for seeds in ((1, 2, 3), (4, 5, 6, 7), (8, 9, 10)):
+        prompts = [random_tokens(seed, 5) for seed in seeds]
+        ids = [engine.add_request(prompt, params) for prompt in prompts]
+        with torch.inference_mode():
+            engine._admit()
+        free = list(engine.pages._free)
+        assert len(engine._running) == len(seeds) and len(free) > 0
+        for cache in (engine.state.target_cache, engine.state.draft_cache):
+            cache[:, :, free] = 7.25
+        outputs = {}
+        while engine.has_unfinished():
+            outputs |= {output.request_id: output.token_ids for output in engine.step()}
+        assert [outputs[request_id] for request_id in ids] == [plain_tokens(target, prompt, params) for prompt in prompts]
+        for cache in (engine.state.target_cache, engine.state.draft_cache):
+            assert (cache[:, :, free] == 7.25).all()
 
 
 def test_no_buffer_of_a_captured_step_ever_moves() -> None:
