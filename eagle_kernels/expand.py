@@ -22,7 +22,7 @@ def expand(
     draft_to_target: Tensor | None = None,
     choices: Tensor | None = None,
 ) -> Frontier:
-    """The top_k continuations of every frontier node into the pool, and the best of them as the next frontier.
+    """The top_k continuations of every frontier node into the pool, and the best of them as the next frontier. CPU; on CUDA `expand_topk` of `logits_topk`.
 
     logits               [B, F, Vd] fp32, last dimension contiguous
     frontier_scores      [B, F] fp32

@@ -33,8 +33,8 @@ def tree_attention(
     deterministic         CUDA: row-invariant, at some cost; the CPU always is
     returns               as q; with return_lse also the natural log-sum-exp [B, Q, q_heads] fp32. A query without keys gives zeros and -inf
 
-    Row-invariant: keys are visited in logical order (the prefix, then the ancestors by depth) in blocks of 64 with boundaries at multiples of 64, so a row's bits do not depend on
-    the tree, the batch or the chunk. Without `deterministic`, CUDA splits the prefix evenly over the chip instead.
+    Row-invariant (CPU, and CUDA when deterministic): keys are visited in logical order (the prefix, then the ancestors by depth) in blocks with boundaries at fixed positions (CPU: multiples of 64),
+    so a row's bits do not depend on the tree, the batch or the chunk. Without `deterministic`, CUDA splits the prefix evenly over the chip instead.
     """
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)

@@ -66,10 +66,10 @@ def main() -> None:
     parser.add_argument("--targets", help="e.g. 80,90; default: all that each case has")
     parser.add_argument("--match", default="", help="only cases whose name holds this")
     parser.add_argument("--case", action="append", help="only this case; may be given several times")
-    parser.add_argument("--list", action="store_true", help="print the names of all cases with their targets, and compile nothing")
+    parser.add_argument("--list", action="store_true", help="print the names of all cases with their targets and what their code must hold, and compile nothing")
     args = parser.parse_args()
     if args.list:
-        print(json.dumps({case.name: targets_of(case) for case in all_cases()}))
+        print(json.dumps({case.name: {"targets": targets_of(case), "mma": case.mma is not None, "wide_loads": case.wide_loads} for case in all_cases()}))
         return
     if INTERPRET.value:
         sys.exit("TRITON_INTERPRET is set: kernels would not be compiled")

@@ -20,6 +20,8 @@ OLDEST = "3.6"
 OLDEST_DIRECTORY = TESTS.parent / ".venv" / f"triton-{OLDEST}"
 # Bytes of shared memory that a block may use.
 SHARED_LIMIT = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
+# The matrix instructions of each chip for tiles of 64 rows and more.
+MMA_FAMILY = {80: "mma.sync", 86: "mma.sync", 89: "mma.sync", 90: "wgmma", 100: "tcgen05", 120: "mma.sync"}
 # What the default run compiles; the slow half compiles everything.
 REPRESENTATIVE = ("tree_attention-shared-bf16-d128-m64", "tree_attention-own-bf16-d128-m64", "tree_attention-merge-bf16-d128")
 
@@ -88,13 +90,16 @@ def test_table_lists_exactly_what_the_launchers_can_choose() -> None:
         [sys.executable, str(TESTS / "aot_compile.py"), "--list"], check=True, capture_output=True, text=True,
         env={key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"} | {"PYTHONPATH": str(TESTS.parent)},
     ).stdout  # fmt: skip
-    wanted = {name: set(targets) for name, targets in json.loads(listing).items()}
+    cases = json.loads(listing)
+    wanted = {name: set(case["targets"]) for name, case in cases.items()}
     table = json.loads(TABLE.read_text())
     for version in ("newest", OLDEST):
         assert {name: {int(target) for target in targets} for name, targets in table[version].items()} == wanted, f"Triton {version}"
-    for version, cases in table.items():
-        for name, targets in cases.items():
+    for version, entries in table.items():
+        for name, targets in entries.items():
             for target, known in targets.items():
+                assert known["mma"] == (MMA_FAMILY[int(target)] if cases[name]["mma"] else None), (version, name, target)
+                assert (known["wide_loads"] > 0) == cases[name]["wide_loads"], (version, name, target)
                 assert known["stack"] == known["spills"] == 0 and known["shared"] <= SHARED_LIMIT[int(target)], (version, name, target)
 
 

@@ -13,14 +13,13 @@ import pytest
 import torch
 from eagle_engine import EagleConfig, Engine, SamplingParams
 from eagle_engine.step import PhaseTimer, run_step
-from eagle_kernels import HeadTopK, unpack_weight
+from eagle_kernels import HeadTopK
 from helpers import assert_exact
-from tiny_engines import bigram_drafter, random_drafter, tiny_target
+from tiny_engines import bigram_drafter, random_drafter, rows_weights, tiny_target
 from tiny_targets import random_tokens
 
 from eagle_engine.target import TargetModel
 from eagle_kernels._extension import OPS
-from eagle_kernels.linear import PackedWeight
 
 PUBLIC = ("advance", "accept", "compact", "expand", "gumbel_noise", "head_topk", "linear", "rerank", "rms_norm", "rope_store_kv", "sample", "silu_mul", "tree_attention")
 
@@ -55,13 +54,7 @@ def tiled_head_topk(lead: torch.Size, vocab_size: int, top_k: int, tile: int, de
 def rows_target(case: str, **options) -> TargetModel:
     """The target of tiny_targets as CUDA holds it, on the CPU."""
     panels = tiny_target(case, dtype=torch.bfloat16, head_dim=64, **options)
-    weights = {}
-    fields = [("embedding", panels.embedding), ("final_norm", panels.final_norm)] + ([] if panels.head is panels.embedding else [("head", panels.head)])
-    fields += [(f"layers.{i}.{field}", getattr(layer, field)) for i, layer in enumerate(panels.layers) for field in type(layer).__slots__]
-    for name, value in fields:
-        if value is not None:
-            weights[name] = unpack_weight(value) if isinstance(value, PackedWeight) else value
-    return TargetModel(panels.config, weights, panels.max_positions, deterministic=True)
+    return TargetModel(panels.config, rows_weights(panels), panels.max_positions, deterministic=True)
 
 
 def make(target: TargetModel, drafter, **options) -> Engine:

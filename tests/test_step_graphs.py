@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import fields
 
-import eagle_kernels
 import pytest
 import torch
 from eagle_engine import EagleConfig, Engine, SamplingParams
@@ -15,7 +14,7 @@ from eagle_engine.step import PhaseTimer, run_step
 from torch.utils._python_dispatch import TorchDispatchMode
 from eagle_engine.drafter import Drafter, DrafterConfig
 from eagle_engine.target import TargetModel
-from tiny_engines import TREES, bigram_drafter, drafter_config, make_engine, oracle_drafter, plain_tokens, random_drafter, tiny_target
+from tiny_engines import TREES, bigram_drafter, drafter_config, make_engine, oracle_drafter, plain_tokens, random_drafter, rows_weights, tiny_target
 from tiny_targets import CASES, random_tokens
 
 
@@ -196,9 +195,8 @@ class LaunchCounter(TorchDispatchMode):
 
 def engine_without_data(tree: dict, draft_vocab: int | None = None, **options) -> Engine:
     """An engine as it is on CUDA, weights as rows and activations in bf16, whose tensors hold no data: their device is "meta"."""
-    weights = {}
-    for name, (shape, dtype) in SHAPES.items():
-        weights[name] = torch.empty(shape, dtype=dtype, device="meta")
+    # Matrices are bf16 there, norms and biases fp32 as they are loaded.
+    weights = {name: torch.empty(tensor.shape, dtype=torch.bfloat16 if tensor.dim() == 2 else torch.float32, device="meta") for name, tensor in WEIGHTS.items()}
     target = TargetModel(CONFIG, weights, 512, deterministic=options.pop("deterministic", False))
     drafter = None
     if tree is not None:
@@ -208,21 +206,8 @@ def engine_without_data(tree: dict, draft_vocab: int | None = None, **options) -
     return Engine(target, drafter, None, EagleConfig(max_model_len=160, page_size=8, enforce_eager=True, **(tree or {}), **options), eos_token_ids=())
 
 
-def shapes_of_weights(target: TargetModel) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    """Name -> shape and dtype of each weight as it is held on CUDA."""
-    shapes = {}
-    fields = [("embedding", target.embedding), ("final_norm", target.final_norm)] + ([] if target.head is target.embedding else [("head", target.head)])
-    fields += [(f"layers.{i}.{field}", getattr(layer, field)) for i, layer in enumerate(target.layers) for field in type(layer).__slots__]
-    for name, value in fields:
-        if isinstance(value, eagle_kernels.PackedWeight):
-            shapes[name] = (eagle_kernels.unpack_weight(value).shape, torch.bfloat16)
-        elif value is not None:
-            shapes[name] = (value.shape, value.dtype)
-    return shapes
-
-
 CONFIG = tiny_target("llama").config
-SHAPES = shapes_of_weights(tiny_target("llama"))
+WEIGHTS = rows_weights(tiny_target("llama"))
 DRAFTER_CONFIG = drafter_config(tiny_target("llama"))
 
 # Launches of one step besides those of the target's and the drafter's own layers:

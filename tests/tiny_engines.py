@@ -12,7 +12,7 @@ from eagle_engine.checkpoint import open_checkpoint
 from eagle_engine.drafter import Drafter, DrafterConfig
 from eagle_engine.target import TargetModel
 from eagle_engine.tree_shape import PLAIN
-from eagle_kernels import HeadTopK, logits_topk
+from eagle_kernels import HeadTopK, PackedWeight, logits_topk, unpack_weight
 from tiny_targets import save_directory
 from torch import Tensor
 
@@ -31,6 +31,13 @@ def tiny_target(case: str, max_positions: int = MAX_POSITIONS, dtype: torch.dtyp
     with tempfile.TemporaryDirectory() as directory:
         save_directory(Path(directory), case, **options)
         return TargetModel.from_checkpoint(open_checkpoint(directory), dtype, max_positions, progress=False)
+
+
+def rows_weights(target: TargetModel) -> dict[str, Tensor]:
+    """The weights of a target by the names of `load_weights`, as CUDA holds them: matrices as plain rows."""
+    fields = [("embedding", target.embedding), ("final_norm", target.final_norm)] + ([] if target.head is target.embedding else [("head", target.head)])
+    fields += [(f"layers.{i}.{field}", getattr(layer, field)) for i, layer in enumerate(target.layers) for field in type(layer).__slots__]
+    return {name: unpack_weight(value) if isinstance(value, PackedWeight) else value for name, value in fields if value is not None}
 
 
 def drafter_config(target: TargetModel, **options) -> dict:

@@ -14,7 +14,7 @@ HEAD_DIMS = (64, 80, 96, 128, 256)
 DTYPES = (torch.bfloat16, torch.float16)
 BLOCK_N = 64  # keys of the largest block
 BLOCK_S = 32  # splits that the merge takes at once
-SPLIT = 256  # keys of a split in exact mode: the partial results of a row are then 1/64 of the keys and values it reads (bf16, fp32 partials)
+SPLIT = 256  # keys of a split in exact mode. A row's partial results are 1/256 of the bytes of the split's keys and values (fp32 and bf16), so 256 rows of a KV head write as much as they read
 MAX_QUERIES = 256
 
 
