@@ -80,18 +80,18 @@ class Engine:
             d = drafter.config
             draft_cache = make_kv_cache(1, self.pages.num_pages, config.page_size, d.num_kv_heads, d.head_dim, target.activation_dtype, device)
         self.state = DecodeState.allocate(config.max_batch_size, max_pages, t.hidden_size, shape, cache, draft_cache, target.activation_dtype)
+        self._prefill_chunk = longest_chunk(device, target.deterministic, config.prefill_chunk)
         self._graphs: StepGraphs | None = None
         if graph_api is not None:
             with torch.inference_mode():
                 self._graphs = StepGraphs(graph_api, config.max_batch_size, lambda batch: run_step(self.models, self.state, batch, PhaseTimer()), self.state.output_ring)
                 # The kernels of a prefill are compiled now, not while the first requests wait.
-                for length in {1, min(longest_chunk(device, target.deterministic, config.prefill_chunk), self.max_model_len - 1)} - {0}:
+                for length in {1, min(self._prefill_chunk, self.max_model_len - 1)} - {0}:
                     prefill(self.models, self.state, 0, torch.zeros(length, dtype=torch.int64, device=device), length, PhaseTimer())
                 for slot in range(config.max_batch_size):
                     self.state.clear(slot)
         elif not config.enforce_eager and device.type == "cpu" and VerifyGraphs.can_record(target):
             self.models = self.models._replace(graphs=VerifyGraphs(target, self.state))
-        self._prefill_chunk = longest_chunk(device, target.deterministic, config.prefill_chunk)
         self.timer = PhaseTimer()
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []

@@ -10,7 +10,7 @@ import pytest
 import torch
 from eagle_engine import EagleConfig, Engine, SamplingParams
 from eagle_engine.graphs import batch_buckets
-from eagle_engine.step import PhaseTimer, run_step
+from eagle_engine.step import PhaseTimer, prefill, run_step
 from torch.utils._python_dispatch import TorchDispatchMode
 from eagle_engine.drafter import Drafter, DrafterConfig
 from eagle_engine.target import TargetModel
@@ -107,6 +107,22 @@ def test_plain_decoding_is_captured_too() -> None:
     plain = engine.plain()
     assert plain.generate([prompt], params)[0].token_ids == plain_tokens(target, prompt, params) == engine.generate([prompt], params)[0].token_ids
     assert api.events.count("capture") == 2 * len(batch_buckets(4))
+
+
+def test_prefill_runs_once_short_and_once_long_before_the_first_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that its kernels are compiled then; what it leaves behind is cleared."""
+    lengths = []
+
+    def noted(models, state, slot, prompt, chunk, timer) -> None:
+        lengths.append(len(prompt))
+        prefill(models, state, slot, prompt, chunk, timer)
+
+    monkeypatch.setattr("eagle_engine.engine.prefill", noted)
+    target = tiny_target("llama")
+    engine, _ = graphed(target, random_drafter(target), prefill_chunk=64, **TREES["dynamic"])
+    assert sorted(lengths) == [1, 64]
+    assert engine.state.seq_lens.tolist() == [1] * 4 and not engine.state.active.any()
+    assert sorted(graphed(target, None, prefill_chunk=256)[0]._graphs.buckets) == [1, 2, 4] and max(lengths) == 159  # max_model_len less the token it draws
 
 
 @pytest.mark.parametrize("max_batch, expected", [(1, (1,)), (2, (1, 2)), (4, (1, 2, 4)), (6, (1, 2, 4, 6)), (9, (1, 2, 4, 8, 9))])
