@@ -5,8 +5,10 @@ import json
 import pytest
 import torch
 from cli_runner import one_error, pair, plant_difference, prompts, run  # noqa: F401  (fixtures)
+from eagle_engine.checkpoint import open_checkpoint
 from eagle_engine.cli import baseline, bench, verify
 from eagle_engine.engine import Engine
+from eagle_engine.transformers_model import load_model
 from tiny_targets import CASES, hf_logits, random_tokens, save_directory, tiny_model
 
 
@@ -121,7 +123,7 @@ def test_bench_reports_failures(run, tmp_path):
 def test_baseline_model_is_the_target(case, tmp_path):
     """The model that transformers is given computes what the saved one does, and answers with as many tokens as asked for."""
     model = save_directory(tmp_path, case)
-    loaded = baseline.load_model(tmp_path, torch.float32)
+    loaded = load_model(open_checkpoint(tmp_path), torch.float32)
     tokens = random_tokens(3, 20)
     torch.testing.assert_close(hf_logits(loaded, tokens), hf_logits(model, tokens), rtol=1e-4, atol=1e-4)
     first = int(hf_logits(model, tokens)[-1].argmax())

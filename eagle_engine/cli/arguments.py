@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from pathlib import Path
+from types import UnionType
+from typing import get_args, get_origin, get_type_hints
 
 from eagle_engine.config import ACCEPTANCE_RULES, TREES, EagleConfig
 from eagle_engine.errors import EagleError
 from eagle_engine.evaluation import SUITES
+from eagle_engine.training.config import TrainConfig
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
@@ -91,6 +95,14 @@ def build_parser() -> argparse.ArgumentParser:
     sub.add_argument("--target", default="demo", metavar="MODEL", help="as for generate, or none (default: %(default)s)")
     sub.add_argument("--draft", default="auto", metavar="DRAFTER", help="a drafter directory, a hub id, none, or auto: the demo's with the demo target, else none (default: %(default)s)")
 
+    sub = command(
+        "train",
+        "make a drafter for a target",
+        "Train an EAGLE-1/2 or EAGLE-3 drafter: let the target answer prompts, take its states, train, export, measure. A run that was stopped goes on when the same command is given again. "
+        "Exit status 1 when the drafter is useless, 3 when the run stopped before its end.",
+    )
+    _train(sub)
+
     command("fetch", "download the demo target", "Download the demo target (SmolLM2-135M-Instruct, 98 MB), check it, print where it is.")
 
     sub = command("demo", "plain and speculative decoding side by side", "Answer one prompt with plain and with speculative decoding, and compare. Exit status 1 when the tokens differ.")
@@ -156,6 +168,25 @@ def _sampling(sub: argparse.ArgumentParser, max_tokens: int, seed: str = "a fres
     group.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end the answer before this text; may be given several times")
     group.add_argument("--stop-token-id", action="append", type=int, default=[], metavar="ID", help="end the answer at this token; may be given several times")
     group.add_argument("--ignore-eos", action="store_true", help="go on after the model's end tokens")
+
+
+def _train(sub: argparse.ArgumentParser) -> None:
+    """One option for each setting of a training run. An option that is not given is absent, so that a file of settings shows through."""
+    sub.add_argument("--config", metavar="FILE", help="settings as .toml or .json; options win over it")
+    hints = get_type_hints(TrainConfig)
+    for setting in dataclasses.fields(TrainConfig):
+        option, kind = "--" + setting.name.replace("_", "-"), hints[setting.name]
+        kinds = [one for one in get_args(kind) if one is not type(None)] if get_origin(kind) is UnionType else [kind]
+        help = setting.metadata["help"]
+        if setting.default is not dataclasses.MISSING and setting.default is not None and setting.default is not False:
+            help += f" (default: {setting.default})"
+        options = {"help": help, "default": argparse.SUPPRESS, "dest": f"train_{setting.name}"}
+        if kinds[0] is bool:
+            sub.add_argument(option, action=argparse.BooleanOptionalAction, **options)
+        elif get_origin(kinds[0]) is list:
+            sub.add_argument(option, nargs="+", type=get_args(kinds[0])[0], metavar=setting.name.rstrip("s").upper(), **options)
+        else:
+            sub.add_argument(option, type=kinds[0], metavar={int: "N", float: "X", str: "NAME"}[kinds[0]], **options)
 
 
 def _draft_vocab(text: str) -> int | str | Path | None:
