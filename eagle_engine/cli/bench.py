@@ -95,7 +95,8 @@ def run(args: argparse.Namespace) -> int:
     plain_engine = engine if speculative_engine is None else engine.plain()
     encoded = [encode_turns(engine, [prompt.turns[0]], raw=args.raw, system=args.system) for prompt in prompts]
     groups = [range(start, min(start + args.batch_size, len(encoded))) for start in range(0, len(encoded), args.batch_size)]
-    note(f"{describe_models(args, engine)}; {describe_sampling(params)}; {len(prompts)} prompts, at most {params.max_tokens} tokens each")
+    setting = f"{describe_models(args, engine)}; {describe_sampling(params)}; {len(prompts)} prompts, at most {params.max_tokens} tokens each"
+    note(setting)
     note("memory: " + ", ".join(f"{name.replace('_', ' ')} {size / 1e6:.0f} MB" for name, size in engine.memory_bytes.items()))
 
     plain, speculative, baseline = MeasuredByCategory(), MeasuredByCategory(), Measured()
@@ -126,7 +127,7 @@ def run(args: argparse.Namespace) -> int:
         note(f"eagle: error: prompt {name}: {error}")
     if plain.all.tokens == 0:
         raise EagleError("none of the prompts could be answered")
-    result: dict = {"plain": plain.all.report()}
+    result: dict = {"setting": setting, "plain": plain.all.report()}
     if speculative_engine is not None:
         result["speculative"] = speculative.all.report()
         result["speedup"] = result["speculative"]["tokens_per_second"] / result["plain"]["tokens_per_second"]
@@ -140,8 +141,7 @@ def run(args: argparse.Namespace) -> int:
     result["prompts"] = len(prompts) - len(failures)
     result["peak_memory_bytes"] = peak_memory_bytes()
     if plot:
-        heading = f"{describe_models(args, engine)}; {describe_sampling(params)}; {result['prompts']} prompts"
-        plot_calibration(result["calibration"], result["speculative"]["acceptance_by_depth"], heading, plot)
+        plot_calibration(result["calibration"], result["speculative"]["acceptance_by_depth"], setting, plot)
         note(f"plot: {plot}")
     if args.json:
         print_json(result)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from pathlib import Path
 
 from eagle_engine.errors import EagleError
@@ -14,7 +15,7 @@ def check_matplotlib() -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        raise EagleError("--plot needs matplotlib: pip install 'eagle-engine[train]'") from None
+        raise EagleError("--plot needs matplotlib: install it, or eagle-engine's extra train: pip install '.[train]'") from None
 
 
 def plot_calibration(calibration: dict, acceptance_by_depth: list[float], heading: str, file: Path) -> None:
@@ -31,11 +32,11 @@ def plot_calibration(calibration: dict, acceptance_by_depth: list[float], headin
     from matplotlib.figure import Figure
 
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "eagle", "font.size": 10}):
-        figure = Figure(figsize=(11, 4.8), layout="constrained")
-        figure.suptitle(heading, fontsize=9)
-        left, right = figure.subplots(1, 2, width_ratios=(3, 2))
-        _plot_confidence(left, calibration)
-        _plot_depth(right, calibration, acceptance_by_depth)
+        figure = Figure(figsize=(11, 5.4), layout="constrained")
+        figure.suptitle(textwrap.fill(heading, 150), fontsize=8.5)
+        axes = figure.subplot_mosaic([["confidence", "depth"], ["counts", "depth"]], width_ratios=(3, 2), height_ratios=(4, 1))
+        _plot_confidence(axes["confidence"], axes["counts"], calibration)
+        _plot_depth(axes["depth"], calibration, acceptance_by_depth)
         if file.suffix.lower() == ".svg":
             FigureCanvasSVG(figure).print_svg(file, metadata={"Date": None})
         else:
@@ -43,38 +44,32 @@ def plot_calibration(calibration: dict, acceptance_by_depth: list[float], headin
             figure.savefig(file, dpi=150)
 
 
-def _plot_confidence(axes, calibration: dict) -> None:
+def _plot_confidence(axes, counts, calibration: dict) -> None:
     bins = [one for one in calibration["bins"] if one["drafts"]]
-    counts = axes.twinx()
-    width = calibration["bins"][0]["high"]
-    counts.bar([one["low"] + width / 2 for one in bins], [one["drafts"] for one in bins], width=0.92 * width, color="#d8dee6", label="drafts")
-    counts.set_ylabel("drafts in the bin")
-    if bins and max(one["drafts"] for one in bins) > 20 * min(one["drafts"] for one in bins):
-        counts.set_yscale("log")
-        counts.set_ylim(bottom=0.5)
-    for one in bins:
-        counts.annotate(str(one["drafts"]), (one["low"] + width / 2, one["drafts"]), xytext=(0, 2), textcoords="offset points", ha="center", fontsize=7, color="#7a828c")
-    # Bars belong behind the points, and axes made by twinx are drawn last.
-    axes.set_zorder(counts.get_zorder() + 1)
-    axes.patch.set_visible(False)
-    axes.plot([0, 1], [0, 1], color="#555555", linestyle="--", linewidth=1, label="calibrated")
-    errors = [math.sqrt(one["acceptance"] * (1 - one["acceptance"]) / one["drafts"]) for one in bins]
     confidence, acceptance = [one["confidence"] for one in bins], [one["acceptance"] for one in bins]
+    errors = [math.sqrt(one["acceptance"] * (1 - one["acceptance"]) / one["drafts"]) for one in bins]
+    axes.plot([0, 1], [0, 1], color="#57606a", linestyle="--", linewidth=1, label="calibrated")
     axes.errorbar(confidence, acceptance, yerr=errors, marker="o", color="#1f6feb", capsize=3, linewidth=1.4, label="observed (± standard error)")
-    axes.set(xlim=(0, 1), ylim=(0, 1.02), xlabel="drafter's confidence in the draft", ylabel="share of drafts that the target chose")
+    axes.set(xlim=(0, 1), ylim=(0, 1.02), ylabel="share of drafts that the target chose")
     axes.legend(loc="upper left", fontsize=8)
     correlation, binned = (number(calibration[name]) for name in ("correlation", "binned_correlation"))
-    axes.set_title(f"{calibration['drafts']} drafts: correlation {correlation} (bins {binned})", fontsize=10)
+    axes.set_title(f"{calibration['drafts']} drafts: correlation {correlation}, of the bins {binned}", fontsize=10)
+    width = calibration["bins"][0]["high"]
+    bars = counts.bar([one["low"] + width / 2 for one in bins], [one["drafts"] for one in bins], width=0.92 * width, color="#afb8c1")
+    counts.bar_label(bars, fontsize=8)
+    counts.margins(y=0.25)
+    counts.set(xlim=(0, 1), xlabel="drafter's confidence in the draft", ylabel="drafts")
 
 
 def _plot_depth(axes, calibration: dict, acceptance_by_depth: list[float]) -> None:
     depths = range(1, len(acceptance_by_depth) + 1)
-    bars = axes.bar(depths, acceptance_by_depth, color="#2da44e", width=0.7, label="share of steps that reached the depth")
+    bars = axes.bar(depths, acceptance_by_depth, color="#aceebb", width=0.7, label="share of steps that reached the depth")
     axes.bar_label(bars, fmt="%.2f", fontsize=8)
     given = [one for one in calibration["by_depth"] if one["drafts"]]
     axes.plot([one["depth"] for one in given], [one["confidence"] for one in given], marker="o", color="#1f6feb", label="mean confidence of drafts")
     axes.plot([one["depth"] for one in given], [one["acceptance"] for one in given], marker="s", color="#bf3989", linestyle=":", label="share of drafts that the target chose")
-    axes.set(ylim=(0, 1.02), xlabel="depth", title="acceptance by depth")
+    axes.set(ylim=(0, 1.02), xlabel="depth")
+    axes.set_title("acceptance by depth", fontsize=10)
     axes.set_xticks(sorted(set(depths) | {one["depth"] for one in given}))
     axes.legend(loc="upper right", fontsize=8)
 
