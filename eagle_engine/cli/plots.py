@@ -33,7 +33,7 @@ def plot_calibration(calibration: dict, acceptance_by_depth: list[float], headin
 
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "eagle", "font.size": 10}):
         figure = Figure(figsize=(11, 5.4), layout="constrained")
-        figure.suptitle(textwrap.fill(heading, 150), fontsize=8.5)
+        figure.suptitle(textwrap.fill(heading, 165), fontsize=8)
         axes = figure.subplot_mosaic([["confidence", "depth"], ["counts", "depth"]], width_ratios=(3, 2), height_ratios=(4, 1))
         _plot_confidence(axes["confidence"], axes["counts"], calibration)
         _plot_depth(axes["depth"], calibration, acceptance_by_depth)
@@ -41,7 +41,7 @@ def plot_calibration(calibration: dict, acceptance_by_depth: list[float], headin
             FigureCanvasSVG(figure).print_svg(file, metadata={"Date": None})
         else:
             FigureCanvasAgg(figure)
-            figure.savefig(file, dpi=150)
+            figure.savefig(file, dpi=110)
 
 
 def _plot_confidence(axes, counts, calibration: dict) -> None:
