@@ -191,6 +191,10 @@ def test_bench_calibration_mistakes(run, prompts, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(Engine, "captures_steps", True)
         assert "--enforce-eager" in one_error(run("bench", *options, "--calibration"))
+    with monkeypatch.context() as patch:
+        patch.setattr(bench, "plot_calibration", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+        status, out, err = run("bench", *options, "--plot", tmp_path / "a.png", "--json")
+        assert status == 2 and "calibration" in json.loads(out) and err.endswith("eagle: error: [Errno 28] No space left on device\n")
 
 
 def test_bench_table_without_a_drafter(run, prompts):

@@ -140,13 +140,14 @@ def run(args: argparse.Namespace) -> int:
         result["calibration"] = _calibrate(speculative_engine, [[encoded[i] for i in group] for group in groups], params)
     result["prompts"] = len(prompts) - len(failures)
     result["peak_memory_bytes"] = peak_memory_bytes()
-    if plot:
-        plot_calibration(result["calibration"], result["speculative"]["acceptance_by_depth"], setting, plot)
-        note(f"plot: {plot}")
     if args.json:
         print_json(result)
     else:
         _print_table(result, exact=args.acceptance == "exact" or params.temperature == 0)
+    if plot:
+        sys.stdout.flush()  # a plot that cannot be written must not cost the figures
+        plot_calibration(result["calibration"], result["speculative"]["acceptance_by_depth"], setting, plot)
+        note(f"plot: {plot}")
     return 2 if failures else 0
 
 
