@@ -16,6 +16,7 @@ from eagle_engine.training.config import TrainConfig
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
 DEFAULTS = EagleConfig()
+EXAMPLE_PROMPT = "Explain in a few sentences how a bicycle stays upright."
 
 
 class Parser(argparse.ArgumentParser):
@@ -78,14 +79,33 @@ def build_parser() -> argparse.ArgumentParser:
     sub = command(
         "bench",
         "measure plain and speculative decoding",
-        "Answer the first turn of each prompt with plain and with speculative decoding in turns, after a warm-up prompt. Times are those of whole answers, prefill included.",
+        "Answer the first turn of each prompt with plain and with speculative decoding in turns, after a warm-up prompt; over all prompts and by category. Times are those of whole answers, prefill included.",
     )
     _prompt_set(sub, default="mt_bench", limit=8)
     _prompt_form(sub)
     sub.add_argument("--baseline", choices=("transformers",), help="also measure greedy generate of transformers: same weights, dtype, prompts and number of tokens, in a process of its own")
+    group = sub.add_argument_group("the drafter's confidence")
+    calibration = "answer the prompts once more, not timed, and compare the drafter's confidence in each draft with how often the target chooses it: by confidence and by depth, with their correlation"
+    group.add_argument("--calibration", action="store_true", help=calibration)
+    group.add_argument("--plot", metavar="FILE", help="draw that to a .png or .svg file (implies --calibration; needs matplotlib)")
     _models(sub)
     _tree(sub)
     _sampling(sub, max_tokens=128, seed="0")
+
+    sub = command(
+        "tree",
+        "show the draft tree of a step",
+        "Answer a prompt and show the draft tree of one of its steps: every guess with the drafter's confidence in it, the accepted path and the bonus token; as text, or as a picture with --out.",
+    )
+    sub.add_argument("--prompt", metavar="TEXT", default=EXAMPLE_PROMPT, help="default: %(default)s")
+    step = "which step, counted from 1 (default: of those of the whole answer the one that accepted most drafts, the first of several)"
+    sub.add_argument("--step", type=int, metavar="K", help=step)
+    sub.add_argument("--out", metavar="FILE.svg", help="write a picture instead of printing text")
+    sub.add_argument("--text", action="store_true", help="print text too when --out is given")
+    _prompt_form(sub)
+    _models(sub, batch=False)
+    _tree(sub)
+    _sampling(sub, max_tokens=64, seed="0")
 
     sub = command(
         "inspect",
@@ -106,7 +126,7 @@ def build_parser() -> argparse.ArgumentParser:
     command("fetch", "download the demo target", "Download the demo target (SmolLM2-135M-Instruct, 98 MB), check it, print where it is.")
 
     sub = command("demo", "plain and speculative decoding side by side", "Answer one prompt with plain and with speculative decoding, and compare. Exit status 1 when the tokens differ.")
-    sub.add_argument("prompt", nargs="?", default="Explain in a few sentences how a bicycle stays upright.", help="default: %(default)s")
+    sub.add_argument("prompt", nargs="?", default=EXAMPLE_PROMPT, help="default: %(default)s")
     sub.set_defaults(raw=False, system=None, baseline=None)
     _models(sub, batch=False)
     _tree(sub)
