@@ -25,7 +25,7 @@ def test_bench_linear_json():
 
 # Every benchmark of an op, with the arguments of its smallest case.
 OPS = {
-    "accept": ["--only", "smollm2-135m"], "advance": ["--only", "smollm2-135m"], "compact": ["--only", "smollm2-135m"], "expand_topk": ["--only", "smollm2-135m"], "head_topk": ["--only", "smollm2-135m"],
+    "accept": ["--only", "smollm2-135m"], "advance": ["--only", "smollm2-135m"], "compact": ["--only", "smollm2-135m"], "copy_rows": ["--only", "smollm2-135m"], "expand_topk": ["--only", "smollm2-135m"], "head_topk": ["--only", "smollm2-135m"],
     "linear": ["--in-features", "32", "--out-features", "64", "--dtype", "fp32"], "rerank": ["--only", "smollm2-135m"], "rms_norm": ["--only", "smollm2-135m"], "rope_store_kv": ["--only", "smollm2-135m"],
     "sample": ["--only", "smollm2-135m greedy"], "silu_mul": ["--only", "smollm2-135m"], "tree_attention": ["--only", "smollm2-135m", "--prefix", "128"],
 }  # fmt: skip
@@ -118,6 +118,7 @@ HAND = {
     "accept": ("llama-3.1-8b", 60 * (8 + 4 + 8), 0),
     "advance": ("llama-3.1-8b", 2 * 7 * (4096 * 4 + 8), 0),
     "compact": ("llama-3.1-8b", 2 * 4 * 32 * 2 * 8 * 128 * 4, 0),  # four rows read and written, keys and values of 32 layers
+    "copy_rows": ("llama-3.1-8b", 2 * 60 * 4096 * 4, 0),
     "expand_topk": ("llama-3.1-8b", 10 * 1 * (10 * 8 + 4 + 4) + 2 * 10 * 4096 * 4, 0),
     "head_topk": ("llama-3.1-8b", 128256 * 4096 * 4 + 10 * 4096 * 4, 2 * 10 * 128256 * 4096),
     "linear": ("llama-3.1-8b gate_up bf16 deterministic M=8", 28672 * 4096 * 2 + 8 * (28672 + 4096) * 4, 2 * 8 * 28672 * 4096),
