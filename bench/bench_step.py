@@ -54,11 +54,11 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--deterministic", action="store_true", help="CUDA: row-invariant kernels")
 
 
-def make_state(target: TargetModel, shape: TreeShape, caches: tuple[torch.Tensor, torch.Tensor], args: argparse.Namespace, tokens: torch.Tensor) -> DecodeState:
-    """Slots as after a prefill of `context` rows; the roots are `tokens` [B]."""
+def make_state(target: TargetModel, fused_size: int, shape: TreeShape, caches: tuple[torch.Tensor, torch.Tensor], args: argparse.Namespace, tokens: torch.Tensor) -> DecodeState:
+    """Slots as after a prefill of `context` rows; the roots are `tokens` [B]; fused_size: of what the drafter takes."""
     cache, draft_cache = caches
     pages = (cache.shape[2] - 1) // args.batch
-    state = DecodeState.allocate(args.batch, pages, target.config.hidden_size, shape, cache, draft_cache if shape.levels else None, target.activation_dtype)
+    state = DecodeState.allocate(args.batch, pages, fused_size, shape, cache, draft_cache if shape.levels else None, target.activation_dtype)
     state.page_table.copy_(torch.randperm(args.batch * pages).view(args.batch, pages))
     state.seq_lens.fill_(args.context)
     state.root_tokens.copy_(tokens)
@@ -143,7 +143,7 @@ def phases(models: Models, state: DecodeState, args: argparse.Namespace) -> dict
             features = oracle.forward(frontier.tokens, frontier.features, positions, cache, lens, table, frontier.mask, level.first_row)
     grow = lambda: rerank(pool, state.root_tokens[:batch], lens, shape.num_nodes)  # noqa: E731
     tree = grow()
-    look = lambda: forward_tree(models.target, state, batch, tree.tokens, tree.position_ids, tree.packed_ancestor_mask)  # noqa: E731
+    look = lambda: forward_tree(models.target, models.captured_layers, state, batch, tree.tokens, tree.position_ids, tree.packed_ancestor_mask)  # noqa: E731
     target_features, logits = look()
     params = state.sampling(batch)
     seeds, places = params.pop("seeds"), (tree.position_ids + 1).view(-1)
@@ -186,7 +186,7 @@ def measure(args: argparse.Namespace, ceilings: Ceilings) -> dict:
     for cache in caches:
         cache.normal_()
     roots = order[: args.batch].to(device)
-    state, plain_state = make_state(target, shape, caches, args, roots), make_state(target, PLAIN, caches, args, roots)
+    state, plain_state = make_state(target, drafter.config.fused_size, shape, caches, args, roots), make_state(target, target.config.hidden_size, PLAIN, caches, args, roots)
     hits = hit_positions(args.context, max_positions + 2, args.acceptance_length, args.max_depth).to(torch.int8).to(device)
     models = Models(target, OracleDrafter(drafter, next_token[:draft_vocab].to(device), hits, state), shape, False, "hf")
 

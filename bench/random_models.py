@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from shapes import ModelShape
 from torch import Tensor
 
-from eagle_engine.drafter import Drafter, DrafterConfig
+from eagle_engine.drafter import Drafter
+from eagle_engine.drafter_config import DrafterConfig
 from eagle_engine.model_config import ModelConfig
 from eagle_engine.target import TargetModel
 from eagle_engine.target_weights import packed_shapes
@@ -52,10 +55,7 @@ def random_drafter(target: TargetModel, shape: ModelShape, draft_vocab: int | No
 
     follows_embedding: its feature is about the embedding of the last token, so that it is often right about a target whose head is a permutation of its embedding
     """
-    config = DrafterConfig.from_dict({
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": shape.hidden, "intermediate_size": shape.intermediate, "num_attention_heads": shape.q_heads,
-        "num_key_value_heads": shape.kv_heads, "num_hidden_layers": 1, "hidden_act": "silu", "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "vocab_size": shape.vocab, "bias": False,
-    })  # fmt: skip
+    config = DrafterConfig(1, replace(model_config(shape, 64), num_layers=1, rope_theta=10_000.0), shape.hidden)
     tensors = {}
     for name, size in config.expected_tensors().items():
         tensor = torch.empty(size, dtype=target.dtype, device=target.device)

@@ -136,7 +136,7 @@ def broken(path: Path, what: str) -> None:
         ("target", "mis-shaped", "expected shape [99, 48], got [72, 48]"),
         ("draft", "truncated", "not a complete safetensors file"),
         ("draft", "mis-shaped", "expected shape [99, 48], got [40, 48]"),
-        ("draft", "eagle-3", "this is an EAGLE-3 drafter"),
+        ("draft", "eagle-3", "config.json and tensors contradict each other"),
     ],
     ids=lambda value: value if " " not in value else "",
 )

@@ -12,7 +12,8 @@ from eagle_engine import EagleConfig, Engine, SamplingParams
 from eagle_engine.graphs import batch_buckets
 from eagle_engine.step import PhaseTimer, prefill, run_step
 from torch.utils._python_dispatch import TorchDispatchMode
-from eagle_engine.drafter import Drafter, DrafterConfig
+from eagle_engine.drafter import Drafter
+from eagle_engine.drafter_format import parse_drafter_config
 from eagle_engine.target import TargetModel
 from tiny_engines import TREES, bigram_drafter, drafter_config, make_engine, oracle_drafter, plain_tokens, random_drafter, rows_weights, tiny_target
 from tiny_targets import CASES, random_tokens
@@ -216,7 +217,7 @@ def engine_without_data(tree: dict, draft_vocab: int | None = None, **options) -
     target = TargetModel(CONFIG, weights, 512, deterministic=options.pop("deterministic", False))
     drafter = None
     if tree is not None:
-        drafter_config = DrafterConfig.from_dict(DRAFTER_CONFIG)
+        drafter_config = parse_drafter_config(DRAFTER_CONFIG)
         tensors = {name: torch.empty(shape) for name, shape in drafter_config.expected_tensors().items()}
         drafter = Drafter(drafter_config, tensors, target, max_positions=512, draft_vocab=None if draft_vocab is None else torch.arange(draft_vocab))
     return Engine(target, drafter, None, EagleConfig(max_model_len=160, page_size=8, enforce_eager=True, **(tree or {}), **options), eos_token_ids=())
