@@ -49,7 +49,7 @@ class Drafter:
         self.rope_table = rope_table(config.layer, max_positions).to(device)
         self.embedding = self._own_embedding(tensors.get("embed_tokens.weight"), target)
         own_head = tensors.get("lm_head.weight")
-        if "d2t" in tensors:
+        if config.has_own_vocab:
             self.draft_to_target = target_ids(tensors["d2t"]).to(device)
         else:
             self.draft_to_target = None if draft_vocab is None else draft_vocab.to(device)
