@@ -11,7 +11,7 @@ from eagle_engine.model_config import ModelConfig
 LAYER = {1: "layers.0.", 3: "midlayer."}
 NUM_CAPTURED = 3
 
-# EAGLE-3.1 flags: options of the EAGLE-3 layer that a published config.json may set. Absent means off.
+# EAGLE-3.1 flags: options of the EAGLE-3 layer that a published config.json may set. Absent means off, except where readers disagree: drafter_format.py.
 FLAGS = ("fc_norm", "norm_before_fc", "norm_before_residual", "norm_output")
 
 # What the ids of captured states count: "input" of the layer with that id, or its "output". The first is what vLLM and the published defaults mean, the second what SGLang takes explicit ids for.

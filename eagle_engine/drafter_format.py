@@ -22,6 +22,9 @@ _EAGLE3_KEYS = ("draft_vocab_size", "target_hidden_size", "speculators_model_typ
 
 def stated_version(config: dict[str, Any]) -> tuple[int, str]:
     """The version that config.json is about, and what in it says so."""
+    kind = config.get("speculators_model_type")
+    if kind not in (None, "eagle3"):
+        raise EagleError(f"speculators_model_type {kind!r} is not supported, only 'eagle3' is")
     names = [str(name) for name in config.get("architectures") or ()]
     signs = [name for name in names if "eagle3" in name.lower()] + [key for key in _EAGLE3_KEYS if config.get(key) is not None]
     if signs and "LlamaForCausalLMEagle" in names:
@@ -45,9 +48,7 @@ def _eagle1(config: dict[str, Any]) -> DrafterConfig:
 
 
 def _eagle3(config: dict[str, Any], layer_ids: str | None) -> DrafterConfig:
-    kind = config.get("speculators_model_type")
-    if kind not in (None, "eagle3"):
-        raise EagleError(f"speculators_model_type {kind!r} is not supported, only 'eagle3' is")
+    is_speculators = config.get("speculators_model_type") is not None
     for key in ("mask_token_id", "pard_token"):
         if config.get(key) is not None:
             raise EagleError(f"this is a P-EAGLE drafter ({key}), which drafts several tokens in one forward; it is not supported")
@@ -57,7 +58,7 @@ def _eagle3(config: dict[str, Any], layer_ids: str | None) -> DrafterConfig:
     if count not in (None, NUM_CAPTURED):
         raise EagleError(f"num_aux_hidden_states {count!r} is not supported, only {NUM_CAPTURED} is")
     sizes = config
-    if kind is not None:
+    if is_speculators:
         sizes = config.get("transformer_layer_config")
         if not isinstance(sizes, dict):
             raise EagleError("a speculators config.json holds the sizes of the layer in transformer_layer_config, which is missing")
@@ -72,8 +73,8 @@ def _eagle3(config: dict[str, Any], layer_ids: str | None) -> DrafterConfig:
         layer,
         _size(config, "target_hidden_size", layer.hidden_size),
         draft_vocab_size=_size(config, "draft_vocab_size", layer.vocab_size),
-        captured_layer_ids=_captured_layer_ids(config, layer_ids, is_speculators=kind is not None),
-        **_flags(config, is_speculators=kind is not None),
+        captured_layer_ids=_captured_layer_ids(config, layer_ids, is_speculators),
+        **_flags(config, is_speculators),
     )
 
 

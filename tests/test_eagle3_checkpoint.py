@@ -221,7 +221,9 @@ def test_other_drafters_are_refused_by_name(tmp_path):
     refused(tmp_path, raw, tensors | {"mask_hidden": torch.zeros(48)}, "P-EAGLE drafter .tensor mask_hidden.")
     written, named = speculators(raw, tensors)
     refused(tmp_path, written, named | {"layers.1.mlp.up_proj.weight": torch.zeros(2)}, "several layers .tensor layers.1.mlp.up_proj.weight.")
-    refused(tmp_path, written | {"speculators_model_type": "peagle"}, named, "speculators_model_type 'peagle'")
+    one = random_tensors(drafter_config(TARGET))
+    for kind, found in (("peagle", named), ("eagle", one), ("dflash", named)):
+        refused(tmp_path, written | {"speculators_model_type": kind}, found, f"speculators_model_type '{kind}' is not supported")
     del written["transformer_layer_config"]
     refused(tmp_path, written, named, "transformer_layer_config, which is missing")
 
