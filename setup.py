@@ -24,6 +24,7 @@ SOURCES = [
     "csrc/cpu/rerank.cpp",
     "csrc/cpu/accept.cpp",
     "csrc/cpu/compact.cpp",
+    "csrc/cpu/copy_rows.cpp",
     "csrc/cpu/advance.cpp",
 ]
 CUDA_SOURCES = [

@@ -15,8 +15,8 @@ from dataclasses import fields
 
 import torch
 from oracle import OracleDrafter, hit_positions, overwrite
-from random_models import random_drafter, random_target
-from roofline import floor_seconds, plain_step, speculative_step
+from random_models import random_drafter, random_eagle3, random_target
+from roofline import DRAFTERS, default_draft_vocab, floor_seconds, plain_step, speculative_step
 from shapes import MODELS, TINY, Device, ModelShape
 from timing import Ceilings, captured, event_seconds, header, measure_ceilings, median_seconds, parse_args, print_json, repeat, wall_seconds
 
@@ -38,7 +38,7 @@ PAGE_SIZE = 16
 # Phase -> the part of the floor that it is.
 FLOOR_PARTS = {
     "draft-extend": ("draft-extend layer", "draft-extend attention"), "draft levels": ("draft level layer", "draft level attention"), "draft heads": ("draft head",), "expand": ("expand",),
-    "rerank": ("rerank",), "verify": ("target layers", "target attention", "target head"), "sample": ("sample",), "accept": ("accept",), "compact": ("compact",), "advance": ("advance",),
+    "rerank": ("rerank",), "verify": ("target layers", "target attention", "target head", "capture"), "sample": ("sample",), "accept": ("accept",), "compact": ("compact",), "advance": ("advance",),
 }  # fmt: skip
 
 
@@ -49,16 +49,17 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--top-k", type=int, default=10, metavar="K", help="nodes of a draft level (default: %(default)s)")
     parser.add_argument("--context", type=int, default=1024, metavar="N", help="committed rows at the start (default: %(default)s)")
     parser.add_argument("--acceptance-length", type=float, default=4.0, metavar="X", help="tokens per step (default: %(default)s)")
-    parser.add_argument("--draft-vocab", type=int, metavar="N", help="rows of the draft head (default: the whole vocabulary)")
+    parser.add_argument("--draft-vocab", type=int, metavar="N", help="rows of the draft head (default: the whole vocabulary; EAGLE-3: 32000)")
+    parser.add_argument("--drafter", choices=DRAFTERS, default="eagle-1", help="eagle-1 stands for EAGLE-2 too, whose weights are the same (default: %(default)s)")
     parser.add_argument("--batch", type=int, default=1, metavar="N", help="sequences (default: %(default)s); floors are those of one")
     parser.add_argument("--deterministic", action="store_true", help="CUDA: row-invariant kernels")
 
 
-def make_state(target: TargetModel, shape: TreeShape, caches: tuple[torch.Tensor, torch.Tensor], args: argparse.Namespace, tokens: torch.Tensor) -> DecodeState:
-    """Slots as after a prefill of `context` rows; the roots are `tokens` [B]."""
+def make_state(target: TargetModel, fused_size: int, shape: TreeShape, caches: tuple[torch.Tensor, torch.Tensor], args: argparse.Namespace, tokens: torch.Tensor) -> DecodeState:
+    """Slots as after a prefill of `context` rows; the roots are `tokens` [B]; fused_size: of what the drafter takes."""
     cache, draft_cache = caches
     pages = (cache.shape[2] - 1) // args.batch
-    state = DecodeState.allocate(args.batch, pages, target.config.hidden_size, shape, cache, draft_cache if shape.levels else None, target.activation_dtype)
+    state = DecodeState.allocate(args.batch, pages, fused_size, shape, cache, draft_cache if shape.levels else None, target.activation_dtype)
     state.page_table.copy_(torch.randperm(args.batch * pages).view(args.batch, pages))
     state.seq_lens.fill_(args.context)
     state.root_tokens.copy_(tokens)
@@ -143,7 +144,7 @@ def phases(models: Models, state: DecodeState, args: argparse.Namespace) -> dict
             features = oracle.forward(frontier.tokens, frontier.features, positions, cache, lens, table, frontier.mask, level.first_row)
     grow = lambda: rerank(pool, state.root_tokens[:batch], lens, shape.num_nodes)  # noqa: E731
     tree = grow()
-    look = lambda: forward_tree(models.target, state, batch, tree.tokens, tree.position_ids, tree.packed_ancestor_mask)  # noqa: E731
+    look = lambda: forward_tree(models.target, models.captured_layers, state, batch, tree.tokens, tree.position_ids, tree.packed_ancestor_mask)  # noqa: E731
     target_features, logits = look()
     params = state.sampling(batch)
     seeds, places = params.pop("seeds"), (tree.position_ids + 1).view(-1)
@@ -172,7 +173,7 @@ def phases(models: Models, state: DecodeState, args: argparse.Namespace) -> dict
 def measure(args: argparse.Namespace, ceilings: Ceilings) -> dict:
     model: ModelShape = SHAPES[args.model]
     device = args.device
-    draft_vocab = args.draft_vocab or model.vocab
+    draft_vocab = default_draft_vocab(args, model)
     shape = on_device(tree_shape(EagleConfig(tree="dynamic", top_k=args.top_k, max_depth=args.max_depth, num_nodes=args.num_nodes)), torch.device(device))
     max_positions = args.context + (STEPS + 2) * (args.max_depth + 1) + args.num_nodes
     # The text stays inside the draft vocabulary, where every token is followed by another.
@@ -180,13 +181,13 @@ def measure(args: argparse.Namespace, ceilings: Ceilings) -> dict:
     next_token = torch.arange(model.vocab)
     next_token[order] = order.roll(-1)
     target = random_target(model, max_positions, device=device, deterministic=args.deterministic, next_token=next_token.to(device), update=0.05)
-    drafter = random_drafter(target, model, args.draft_vocab)
+    drafter = (random_eagle3 if args.drafter == "eagle-3" else random_drafter)(target, model, draft_vocab if draft_vocab != model.vocab else None)
     pages = -(-max_positions // PAGE_SIZE)
     caches = tuple(make_kv_cache(layers, args.batch * pages, PAGE_SIZE, model.kv_heads, model.head_dim, target.activation_dtype, device) for layers in (model.layers, 1))
     for cache in caches:
         cache.normal_()
     roots = order[: args.batch].to(device)
-    state, plain_state = make_state(target, shape, caches, args, roots), make_state(target, PLAIN, caches, args, roots)
+    state, plain_state = make_state(target, drafter.config.fused_size, shape, caches, args, roots), make_state(target, target.config.hidden_size, PLAIN, caches, args, roots)
     hits = hit_positions(args.context, max_positions + 2, args.acceptance_length, args.max_depth).to(torch.int8).to(device)
     models = Models(target, OracleDrafter(drafter, next_token[:draft_vocab].to(device), hits, state), shape, False, "hf")
 
@@ -204,7 +205,7 @@ def measure(args: argparse.Namespace, ceilings: Ceilings) -> dict:
 def summary(args: argparse.Namespace, ceilings: Ceilings, model: ModelShape, draft_vocab: int, plain: dict, speculative: dict, seconds: dict[str, float]) -> dict:
     """All figures, from the times."""
     rates = Device(ceilings.copy_bandwidth if args.device == "cuda" else ceilings.read_bandwidth, ceilings.fma_rate)
-    parts = {part.name: part.seconds(rates) for part in speculative_step(model, args.num_nodes, args.max_depth, args.top_k, args.context, draft_vocab)}
+    parts = {part.name: part.seconds(rates) for part in speculative_step(model, args.num_nodes, args.max_depth, args.top_k, args.context, draft_vocab, args.drafter)}
     floors = {name: sum(parts.get(part, 0.0) for part in names) for name, names in FLOOR_PARTS.items()}
     plain_floor = floor_seconds(plain_step(model, args.context), rates)
     whole = speculative["seconds"]
@@ -217,7 +218,7 @@ def summary(args: argparse.Namespace, ceilings: Ceilings, model: ModelShape, dra
     level, level_floor = (values["draft levels"] / forwards + (values["draft heads"] + values["expand"]) / heads for values in (seconds, floors))
     allocated = [run["bytes_allocated"] for run in (plain, speculative) if run["bytes_allocated"] is not None]
     return {
-        "model": args.model, "device": args.device, "deterministic": args.deterministic, "batch": args.batch, "context": args.context, "num_nodes": args.num_nodes, "max_depth": args.max_depth,
+        "model": args.model, "drafter": args.drafter, "device": args.device, "deterministic": args.deterministic, "batch": args.batch, "context": args.context, "num_nodes": args.num_nodes, "max_depth": args.max_depth,
         "top_k": args.top_k, "draft_vocab": draft_vocab, **ceilings._asdict(),
         "plain": {"milliseconds": plain["seconds"] * 1e3, "floor_milliseconds": plain_floor * 1e3, "over_floor": plain["seconds"] / plain_floor},
         "speculative": {"milliseconds": whole * 1e3, "floor_milliseconds": sum(floors.values()) * 1e3, "over_floor": whole / sum(floors.values())},
@@ -232,7 +233,7 @@ def summary(args: argparse.Namespace, ceilings: Ceilings, model: ModelShape, dra
 def show(result: dict, ceilings: Ceilings) -> None:
     how = "replays of captured graphs, CUDA events" if result["device"] == "cuda" else "no graphs, wall time with Python's"
     print(header(ceilings, result["device"]))
-    print(f"{result['model']}, random weights, {result['target_bytes'] / 1e9:.2f} GB and a drafter of {result['drafter_bytes'] / 1e9:.2f} GB; batch {result['batch']}, context {result['context']}, "
+    print(f"{result['model']}, random weights, {result['target_bytes'] / 1e9:.2f} GB and an {result['drafter']} drafter of {result['drafter_bytes'] / 1e9:.2f} GB; batch {result['batch']}, context {result['context']}, "
           f"{result['num_nodes']} nodes, max_depth {result['max_depth']}, top_k {result['top_k']}, draft vocabulary {result['draft_vocab']}{', deterministic' if result['deterministic'] else ''}; {how}")  # fmt: skip
     print(f"\n{'phase':<16}{'us':>10}{'of step':>9}{'floor us':>10}{'reached':>9}")
     for row in result["phases"]:

@@ -95,6 +95,7 @@ class OracleDrafter:
     def __init__(self, drafter: Drafter, next_token: Tensor, hits: Tensor, state: DecodeState) -> None:
         self.drafter, self.next_token, self.hits, self.state = drafter, next_token, hits, state
         self.config, self.vocab_size, self.draft_to_target = drafter.config, drafter.vocab_size, drafter.draft_to_target
+        self.captured_layers, self.fuse = drafter.captured_layers, drafter.fuse
         self.tokens = self.positions = self.ahead = None  # of the frontier whose features came last: [B, F], [B, F], and where the next token stands after these positions
 
     def forward(self, token_ids: Tensor, features: Tensor, position_ids: Tensor, cache: Tensor, seq_lens: Tensor, page_table: Tensor, packed_ancestor_mask: Tensor | None = None, row_offset: int = 0) -> Tensor:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from shapes import ModelShape
 from torch import Tensor
 
-from eagle_engine.drafter import Drafter, DrafterConfig
+from eagle_engine.drafter import Drafter
+from eagle_engine.drafter_config import DrafterConfig
 from eagle_engine.model_config import ModelConfig
 from eagle_engine.target import TargetModel
 from eagle_engine.target_weights import packed_shapes
-from eagle_kernels import pack_weight
+from eagle_kernels import pack_weight, unpack_weight
 
 
 def model_config(shape: ModelShape, max_positions: int) -> ModelConfig:
@@ -48,18 +51,45 @@ def random_target(shape: ModelShape, max_positions: int, *, device: str, dtype: 
 
 
 def random_drafter(target: TargetModel, shape: ModelShape, draft_vocab: int | None = None, *, follows_embedding: bool = False) -> Drafter:
-    """One layer of the target's own shape; draft_vocab: the first so many tokens.
+    """EAGLE-1/2: one layer of the target's own shape; draft_vocab: the first so many tokens.
 
     follows_embedding: its feature is about the embedding of the last token, so that it is often right about a target whose head is a permutation of its embedding
     """
-    config = DrafterConfig.from_dict({
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": shape.hidden, "intermediate_size": shape.intermediate, "num_attention_heads": shape.q_heads,
-        "num_key_value_heads": shape.kv_heads, "num_hidden_layers": 1, "hidden_act": "silu", "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "vocab_size": shape.vocab, "bias": False,
-    })  # fmt: skip
-    tensors = {}
-    for name, size in config.expected_tensors().items():
-        tensor = torch.empty(size, dtype=target.dtype, device=target.device)
-        tensors[name] = tensor.fill_(1.0) if "norm" in name else tensor.normal_(0.0, size[-1] ** -0.5)
+    config = DrafterConfig(1, replace(model_config(shape, 64), num_layers=1, rope_theta=10_000.0), shape.hidden)
+    tensors = random_tensors(config, target)
     if follows_embedding:
         tensors["fc.weight"].mul_(0.2)[:, : shape.hidden].add_(torch.eye(shape.hidden, dtype=target.dtype, device=target.device))
     return Drafter(config, tensors, target, max_positions=target.max_positions, draft_vocab=None if draft_vocab is None else torch.arange(draft_vocab))
+
+
+def random_eagle3(target: TargetModel, shape: ModelShape, draft_vocab: int | None = None, *, next_token: Tensor | None = None) -> Drafter:
+    """EAGLE-3: one layer of the target's own shape, with a head over the first draft_vocab tokens (None: over all of them).
+
+    next_token  of the target: the fused feature of token i is about its embedding, and the head has that as its row next_token[next_token[i]], so that the first guess after a committed token is
+                often right; those after it are not
+    """
+    layers = shape.layers
+    ids = None if layers >= 7 else (0, layers // 2, layers)
+    layer = replace(model_config(shape, 64), num_layers=1, rope_theta=10_000.0)
+    config = DrafterConfig(3, layer, shape.hidden, draft_vocab_size=draft_vocab or shape.vocab, captured_layer_ids=ids)
+    tensors = random_tensors(config, target)
+    if config.has_own_vocab:
+        tensors["d2t"] = torch.zeros(config.draft_vocab_size, dtype=torch.int64, device=target.device)
+    if next_token is not None:
+        if config.has_own_vocab:
+            raise ValueError("next_token: expected None with a draft vocabulary, got a permutation of the whole one")
+        tensors["fc.weight"].mul_(0.2)[:, : shape.hidden].add_(torch.eye(shape.hidden, dtype=target.dtype, device=target.device))
+        tensors["lm_head.weight"][next_token] = unpack_weight(target.head)
+        for name in ("midlayer.self_attn.o_proj.weight", "midlayer.mlp.down_proj.weight"):
+            tensors[name].mul_(0.2)
+    return Drafter(config, tensors, target, max_positions=target.max_positions)
+
+
+def random_tensors(config: DrafterConfig, target: TargetModel) -> dict[str, Tensor]:
+    """Every weight of a drafter, on the target's device and in its dtype; norms are ones. d2t and t2d are the caller's."""
+    tensors = {}
+    for name, size in config.expected_tensors().items():
+        if name not in ("d2t", "t2d"):
+            tensor = torch.empty(size, dtype=target.dtype, device=target.device)
+            tensors[name] = tensor.fill_(1.0) if "norm" in name else tensor.normal_(0.0, size[-1] ** -0.5)
+    return tensors

@@ -11,6 +11,7 @@ from shapes import DEVICES, MODELS, Device, ModelShape
 
 # What a kernel costs inside a graph however little it does: 1.3 us on an H100 (Hazy Research, "Look Ma, No Bubbles", 2025).
 LAUNCH_SECONDS = 1.3e-6
+DRAFTERS = ("eagle-1", "eagle-3")
 
 
 class Part(NamedTuple):
@@ -54,16 +55,42 @@ def target_forward(shape: ModelShape, rows: int, context: int) -> list[Part]:
     ]
 
 
-def speculative_step(shape: ModelShape, num_nodes: int, max_depth: int, top_k: int, context: int, draft_vocab: int) -> list[Part]:
-    """EAGLE-2: max_depth expansions; the first draft forward runs the accepted rows, each later one top_k nodes."""
-    drafter = 2 * shape.hidden * shape.hidden + shape.layer_weights
+class DraftCost(NamedTuple):
+    """What a drafter of the target's own shape costs besides its attention.
+
+    fuse     numbers in the matrix that only the draft-extend multiplies with, the captured states' fc
+    layer    numbers in the other matrices of a draft forward
+    head     launches of a head
+    states   captured states per token that the target hands over
+    """
+
+    fuse: int
+    layer: int
+    layer_launches: int
+    head: int
+    states: int
+
+
+def draft_cost(shape: ModelShape, drafter: str) -> DraftCost:
+    """EAGLE-1/2: fc of a pair, then a layer. EAGLE-3: fc of three states, then a layer whose q, k and v are twice as wide; three norms more, one of them before the head."""
+    square = shape.hidden * shape.hidden
+    if drafter == "eagle-1":
+        return DraftCost(0, 2 * square + shape.layer_weights, 9, 1, 1)
+    qkv = (shape.q_heads + 2 * shape.kv_heads) * shape.head_dim * shape.hidden
+    return DraftCost(3 * square, qkv + shape.layer_weights, 10, 2, 3)
+
+
+def speculative_step(shape: ModelShape, num_nodes: int, max_depth: int, top_k: int, context: int, draft_vocab: int, drafter: str = "eagle-1") -> list[Part]:
+    """EAGLE-2's tree: max_depth expansions; the first draft forward runs the accepted rows, each later one top_k nodes."""
+    cost = draft_cost(shape, drafter)
     levels = max_depth - 1
+    capture = Part("capture", cost.states, 2 * num_nodes * shape.hidden * 2, 0, 1)
     parts = [
-        matrices("draft-extend layer", 1, drafter, max_depth + 1, 9),
+        matrices("draft-extend layer", 1, cost.fuse + cost.layer, max_depth + 1, cost.layer_launches + (cost.fuse > 0)),
         attention("draft-extend attention", 1, shape, 1, max_depth + 1, context),
-        matrices("draft level layer", levels, drafter, top_k, 9),
+        matrices("draft level layer", levels, cost.layer, top_k, cost.layer_launches),
         attention("draft level attention", levels, shape, 1, top_k, context),
-        matrices("draft head", max_depth, draft_vocab * shape.hidden, top_k, 1),
+        matrices("draft head", max_depth, draft_vocab * shape.hidden, top_k, cost.head),
         Part("expand", max_depth, 8 * top_k * top_k + 2 * top_k * shape.hidden * 2, 0, 1),
         Part("rerank", 1, 16 * (top_k + levels * top_k * top_k), 0, 1),
     ]
@@ -71,20 +98,25 @@ def speculative_step(shape: ModelShape, num_nodes: int, max_depth: int, top_k: i
         Part("sample", 1, 4 * num_nodes * shape.vocab, 0, 1),
         Part("accept", 1, 32 * num_nodes, 0, 1),
         Part("compact", 1, 2 * (max_depth + 1) * shape.kv_bytes_per_token, 0, 1),
-        Part("advance", 1, 2 * (max_depth + 1) * shape.hidden * 2, 0, 1),
+        Part("advance", 1, 2 * (max_depth + 1) * cost.states * shape.hidden * 2, 0, 1),
     ]
-    return [part for part in parts if part.count] + target_forward(shape, num_nodes, context) + rest
+    return [part for part in parts if part.count] + target_forward(shape, num_nodes, context) + ([capture] if drafter == "eagle-3" else []) + rest
 
 
 def floor_seconds(parts: list[Part], device: Device) -> float:
     return sum(part.seconds(device) for part in parts)
 
 
+def default_draft_vocab(args: argparse.Namespace, shape: ModelShape) -> int:
+    """Published EAGLE-3 drafters have 32000 tokens, EAGLE-1/2 drafters the target's."""
+    return args.draft_vocab or (min(32000, shape.vocab) if args.drafter == "eagle-3" else shape.vocab)
+
+
 def report(args: argparse.Namespace) -> dict:
     shape, device = MODELS[args.model], DEVICES[args.device]
-    draft_vocab = args.draft_vocab or shape.vocab
+    draft_vocab = default_draft_vocab(args, shape)
     plain = plain_step(shape, args.context)
-    speculative = speculative_step(shape, args.num_nodes, args.max_depth, args.top_k, args.context, draft_vocab)
+    speculative = speculative_step(shape, args.num_nodes, args.max_depth, args.top_k, args.context, draft_vocab, args.drafter)
     plain_seconds, step_seconds = floor_seconds(plain, device), floor_seconds(speculative, device)
     return {
         "plain": plain,
@@ -116,7 +148,8 @@ def main() -> None:
     parser.add_argument("--max-depth", type=int, default=6, metavar="N", help="greatest depth of a node (default: %(default)s)")
     parser.add_argument("--top-k", type=int, default=10, metavar="K", help="nodes of a draft level (default: %(default)s)")
     parser.add_argument("--context", type=int, default=1024, metavar="N", help="committed rows (default: %(default)s)")
-    parser.add_argument("--draft-vocab", type=int, metavar="N", help="rows of the draft head (default: the whole vocabulary)")
+    parser.add_argument("--draft-vocab", type=int, metavar="N", help="rows of the draft head (default: the whole vocabulary; EAGLE-3: 32000)")
+    parser.add_argument("--drafter", choices=DRAFTERS, default="eagle-1", help="eagle-1 stands for EAGLE-2 too, whose weights are the same (default: %(default)s)")
     parser.add_argument("--acceptance-length", type=float, default=4.0, metavar="X", help="tokens per step, for tokens per second (default: %(default)s)")
     parser.add_argument("--json", action="store_true", help="print JSON and nothing else")
     args = parser.parse_args()
@@ -130,7 +163,7 @@ def main() -> None:
         return
     print(f"{args.model} on {args.device}: {device.bandwidth / 1e12:g} TB/s, {device.flops / 1e12:g} TFLOP/s, data sheet; 16-bit weights; context {args.context}")
     print_parts("Plain step", result["plain"], device)
-    print_parts(f"Speculative step, {args.num_nodes} nodes, max_depth {args.max_depth}, top_k {args.top_k}", result["speculative"], device)
+    print_parts(f"Speculative step, {args.drafter}, {args.num_nodes} nodes, max_depth {args.max_depth}, top_k {args.top_k}", result["speculative"], device)
     print(f"\nplain step       {result['plain_seconds'] * 1e3:.3f} ms, {result['plain_tokens_per_second']:.0f} tokens/s")
     print(f"speculative step {result['step_seconds'] * 1e3:.3f} ms = {result['step_over_plain']:.2f} plain steps: pays above {result['step_over_plain']:.2f} tokens per step")
     print(f"at {args.acceptance_length:g} tokens per step: {result['tokens_per_second']:.0f} tokens/s, {result['tokens_per_second'] * result['plain_seconds']:.2f} times plain")

@@ -17,6 +17,7 @@ TORCH_LIBRARY(eagle_kernels, m) {
     m.def("expert_linear(Tensor x, Tensor weight, Tensor expert_ids, int out_features, Tensor(a!) out) -> ()");
     m.def("embedding(Tensor ids, Tensor weight, int out_features, Tensor(a!) out) -> ()");
     m.def("rms_norm(Tensor x, Tensor weight, float eps, Tensor(a!)? residual, Tensor(b!) out) -> ()");
+    m.def("copy_rows(Tensor x, Tensor(a!) out) -> ()");
     m.def("silu_mul(Tensor gate_up, Tensor(a!) out) -> ()");
     m.def("route_experts(Tensor router_logits, bool normalize, Tensor(a!) weights, Tensor(b!) expert_ids) -> ()");
     m.def("rope_store_kv(Tensor(a!) q, Tensor k, Tensor v, Tensor position_ids, Tensor rope_table, Tensor(b!) kv_cache, Tensor page_table, Tensor seq_lens, int row_offset) -> ()");

@@ -1,4 +1,5 @@
 // The ops of a decoder layer.
+#include "cpu/copy_rows.h"
 #include "cpu/kernels.h"
 #include "torch_checks.h"
 
@@ -50,6 +51,14 @@ void rms_norm(const Tensor& x, const Tensor& weight, double eps, const std::opti
     const eagle::RmsNormArgs args{x.const_data_ptr<float>(), weight.const_data_ptr<float>(), residual.has_value() ? residual->mutable_data_ptr<float>() : nullptr, out.mutable_data_ptr<float>(),
                                outer, inner, size, x.stride(0), three ? x.stride(1) : 0, out.stride(0), three ? out.stride(1) : 0, static_cast<float>(eps), threads()};
     launch([args] { eagle::kernels().rms_norm(args); }, {x, weight, residual.has_value() ? *residual : Tensor(), out});
+}
+
+void copy_rows(const Tensor& x, Tensor out) {
+    check_rows("x", x, {kAny, kAny}, x.scalar_type());
+    check_rows("out", out, {x.size(0), x.size(1)}, x.scalar_type());
+    const int64_t item = x.element_size();
+    const eagle::CopyRowsArgs args{static_cast<const char*>(x.const_data_ptr()), static_cast<char*>(out.mutable_data_ptr()), x.size(0), x.size(1) * item, x.stride(0) * item, out.stride(0) * item};
+    launch([args] { eagle::copy_rows(args); }, {x, out});
 }
 
 void silu_mul(const Tensor& gate_up, Tensor out) {
@@ -121,6 +130,7 @@ TORCH_LIBRARY_IMPL(eagle_kernels, CPU, m) {
     m.impl("expert_linear", &expert_linear);
     m.impl("embedding", &embedding);
     m.impl("rms_norm", &rms_norm);
+    m.impl("copy_rows", &copy_rows);
     m.impl("silu_mul", &silu_mul);
     m.impl("route_experts", &route_experts);
     m.impl("rope_store_kv", &rope_store_kv);

@@ -11,7 +11,7 @@ from eagle_engine.model_config import ModelConfig
 LAYER = {1: "layers.0.", 3: "midlayer."}
 NUM_CAPTURED = 3
 
-# EAGLE-3.1 flags: options of the EAGLE-3 layer that a published config.json may set. Absent means off.
+# EAGLE-3.1 flags: options of the EAGLE-3 layer that a published config.json may set. Absent means off, except where readers disagree: drafter_format.py.
 FLAGS = ("fc_norm", "norm_before_fc", "norm_before_residual", "norm_output")
 
 # What the ids of captured states count: "input" of the layer with that id, or its "output". The first is what vLLM and the published defaults mean, the second what SGLang takes explicit ids for.
@@ -57,6 +57,9 @@ class DrafterConfig:
                 raise EagleError(f"draft_vocab_size: expected a whole number from 1 to the vocabulary's {self.layer.vocab_size}, got {self.draft_vocab_size}")
             if self.fc_norm and self.norm_before_fc:
                 raise EagleError("fc_norm and norm_before_fc are two ways to normalise the same states: at most one may be set")
+            ids = self.captured_layer_ids
+            if ids is not None and (len(ids) != NUM_CAPTURED or sorted(set(ids)) != list(ids)):
+                raise EagleError(f"captured layers: expected {NUM_CAPTURED} different ones in ascending order, as a target runs through them, got {list(ids)}")
 
     @property
     def prefix(self) -> str:
@@ -118,7 +121,10 @@ class DrafterConfig:
     def optional_tensors(self) -> dict[str, tuple[int, ...]]:
         """Tensors that a checkpoint may carry; without them the target's are used."""
         shape = (self.layer.vocab_size, self.layer.hidden_size)
-        return {"embed_tokens.weight": shape} | ({"lm_head.weight": shape} if self.version == 1 else {})
+        if self.version == 1:
+            return {"embed_tokens.weight": shape, "lm_head.weight": shape}
+        # Over the whole vocabulary d2t and t2d may be there and say nothing.
+        return {"embed_tokens.weight": shape} | ({} if self.has_own_vocab else {"d2t": shape[:1], "t2d": shape[:1]})
 
     def to_dict(self, dtype: str) -> dict[str, Any]:
         """config.json of the published format."""
@@ -151,4 +157,17 @@ class DrafterConfig:
             config["target_hidden_size"] = self.target_hidden_size
         if self.captured_layer_ids is not None:
             config["eagle_config"] = {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": list(self.captured_layer_ids), "eagle_aux_hidden_state_layer_id_convention": "input"}
-        return config | {name: getattr(self, name) for name in FLAGS if getattr(self, name)}
+        # Beside fc_norm readers take a missing norm_output differently.
+        return config | {name: getattr(self, name) for name in FLAGS if getattr(self, name) or (name == "norm_output" and self.fc_norm)}
+
+
+def misfits(config: DrafterConfig, target: ModelConfig) -> list[str]:
+    """Why a drafter cannot serve a target; empty when it can."""
+    width = "hidden_size" if config.target_hidden_size == config.layer.hidden_size else "target_hidden_size"
+    sizes = ((width, config.target_hidden_size, target.hidden_size), ("vocab_size", config.layer.vocab_size, target.vocab_size))
+    reasons = [f"{name} of the drafter is {ours}, of the target {theirs}: it was made for another target" for name, ours, theirs in sizes if ours != theirs]
+    try:
+        config.captured_layers(target.num_layers)
+    except EagleError as error:
+        reasons.append(str(error))
+    return reasons

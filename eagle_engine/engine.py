@@ -61,7 +61,7 @@ class Engine:
             raise EagleError(f"top_k {shape.top_k} is more than the drafter's vocabulary of {drafter.vocab_size}")
         if device.type == "cuda":
             check_device(device)
-            head_dims = {"target": target.config.head_dim} | ({"drafter": drafter.config.head_dim} if drafter is not None else {})
+            head_dims = {"target": target.config.head_dim} | ({"drafter": drafter.config.layer.head_dim} if drafter is not None else {})
             check_limits(config, head_dims, drafter.vocab_size if drafter is not None else 0)
         self.models = Models(target, drafter, shape, config.acceptance == "rejection", config.filter_order)
         if graph_api is None and device.type == "cuda" and not config.enforce_eager:
@@ -78,11 +78,11 @@ class Engine:
         self.pages = PagePool(config.num_pages or config.max_batch_size * max_pages, config.page_size)
         t = target.config
         cache = make_kv_cache(t.num_layers, self.pages.num_pages, config.page_size, t.num_kv_heads, t.head_dim, target.activation_dtype, device)
-        draft_cache = None
+        draft_cache, fused_size = None, t.hidden_size
         if shape.levels:
-            d = drafter.config
+            d, fused_size = drafter.config.layer, drafter.config.fused_size
             draft_cache = make_kv_cache(1, self.pages.num_pages, config.page_size, d.num_kv_heads, d.head_dim, target.activation_dtype, device)
-        self.state = DecodeState.allocate(config.max_batch_size, max_pages, t.hidden_size, shape, cache, draft_cache, target.activation_dtype)
+        self.state = DecodeState.allocate(config.max_batch_size, max_pages, fused_size, shape, cache, draft_cache, target.activation_dtype)
         self._prefill_chunk = longest_chunk(device, target.deterministic, config.prefill_chunk)
         self._graphs: StepGraphs | None = None
         if graph_api is not None:
@@ -94,7 +94,7 @@ class Engine:
                 for slot in range(config.max_batch_size):
                     self.state.clear(slot)
         elif not config.enforce_eager and device.type == "cpu" and VerifyGraphs.can_record(target):
-            self.models = self.models._replace(graphs=VerifyGraphs(target, self.state))
+            self.models = self.models._replace(graphs=VerifyGraphs(target, self.models.captured_layers, self.state))
         self.timer = PhaseTimer()
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
@@ -111,6 +111,7 @@ class Engine:
         device: str = "auto",
         dtype: str = "auto",
         draft_vocab: int | str | Path | None = "auto",
+        draft_layer_ids: str | None = None,
         threads: int | None = None,
         progress: bool = True,
         config: EagleConfig | None = None,
@@ -119,12 +120,13 @@ class Engine:
         """Load a target and its drafter.
 
         target       "demo", a Hugging Face directory or hub id, or a .gguf file
-        draft        a drafter directory in the published EAGLE-1/2 format or a hub id; "auto": the demo's drafter with the demo target, else an error that asks for one;
+        draft        a drafter directory in a published format of EAGLE-1/2 or EAGLE-3 (speculators' and SGLang's among them), or a hub id; "auto": the demo's drafter with the demo target, else an error that asks for one;
                      None or "none": plain decoding
         device       "cpu", "cuda", or "auto": CUDA where there is a GPU
         dtype        of the weights: "float32" (CPU), "bfloat16", "float16" (CUDA), or "auto": on the CPU float32 for float32 checkpoints and bfloat16 for all others, GGUF files among them;
                      on CUDA float16 for float16 checkpoints and bfloat16 for all others
-        draft_vocab  None: the whole vocabulary; a number: so many of the drafter's most frequent tokens; a file of token ids; "auto": 4096 for the demo pair, else None
+        draft_vocab  None: the whole vocabulary, or the drafter's own; a number: so many of the drafter's most frequent tokens; a file of token ids; "auto": 4096 for the demo pair, else None
+        draft_layer_ids  "input" or "output": what eagle_aux_hidden_state_layer_ids of an EAGLE-3 drafter count where its config.json does not say: inputs of those layers (vLLM) or outputs (SGLang)
         threads      of torch and the kernels; None leaves them as they are
         options      fields of EagleConfig, instead of `config`
 
@@ -133,7 +135,7 @@ class Engine:
         config = config_of(config, options)
         if threads is not None:
             torch.set_num_threads(threads)
-        return cls(*load_models(target, draft, config, device, dtype, draft_vocab, progress), config)
+        return cls(*load_models(target, draft, config, device, dtype, draft_vocab, draft_layer_ids, progress), config)
 
     @property
     def memory_bytes(self) -> dict[str, int]:

@@ -116,8 +116,8 @@ class VerifyGraphs:
     The recordings have their own inputs and results; they read page_table, seq_lens and the cache of the state they were made for, whose buffers never move.
     """
 
-    def __init__(self, target: TargetModel, state: DecodeState) -> None:
-        self._target, self._state = target, state
+    def __init__(self, target: TargetModel, captured_layers: tuple[int, ...], state: DecodeState) -> None:
+        self._target, self._captured_layers, self._state = target, captured_layers, state
         self._graphs: dict[tuple[int, int], tuple[Recording, list[Tensor], Tensor, Tensor]] = {}
 
     @staticmethod
@@ -132,17 +132,19 @@ class VerifyGraphs:
         if key not in self._graphs:
             static = [tensor.clone() for tensor in inputs]
             with record() as recording:
-                features, logits = forward_tree(self._target, self._state, batch, *static)
-            self._graphs[key] = (recording, static, features, logits)
-            return features, logits
-        recording, static, features, logits = self._graphs[key]
+                states, logits = forward_tree(self._target, self._captured_layers, self._state, batch, *static)
+            self._graphs[key] = (recording, static, states, logits)
+            return states, logits
+        recording, static, states, logits = self._graphs[key]
         for destination, source in zip(static, inputs):
             destination.copy_(source)
         recording.replay()
-        return features, logits
+        return states, logits
 
 
-def forward_tree(target: TargetModel, state: DecodeState, batch: int, tokens: Tensor, position_ids: Tensor, packed_ancestor_mask: Tensor) -> tuple[Tensor, Tensor]:
-    """The target's forward over the trees [B, N] of the first `batch` slots: features [B, N, H] and logits [B * N, V]."""
-    features = target.forward(tokens, position_ids, state.target_cache, state.seq_lens[:batch], state.page_table[:batch], packed_ancestor_mask)
-    return features, target.logits(features.view(-1, features.shape[-1]))
+def forward_tree(
+    target: TargetModel, captured_layers: tuple[int, ...], state: DecodeState, batch: int, tokens: Tensor, position_ids: Tensor, packed_ancestor_mask: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The target's forward over the trees [B, N] of the first `batch` slots: the states for the drafter [B, N, fused_size] and logits [B * N, V]."""
+    features, states = target.forward_with_states(captured_layers, tokens, position_ids, state.target_cache, state.seq_lens[:batch], state.page_table[:batch], packed_ancestor_mask)
+    return states, target.logits(features.view(-1, features.shape[-1]))

@@ -72,7 +72,7 @@ def config_of(config: EagleConfig | None, options: dict) -> EagleConfig:
 
 
 def load_models(
-    target: str | Path, draft: str | Path | None, config: EagleConfig, device: str, dtype: str, draft_vocab: int | str | Path | None, progress: bool
+    target: str | Path, draft: str | Path | None, config: EagleConfig, device: str, dtype: str, draft_vocab: int | str | Path | None, draft_layer_ids: str | None, progress: bool
 ) -> tuple[TargetModel, Drafter | None, Tokenizer]:
     """Target, drafter and tokenizer; arguments as in Engine.from_pretrained."""
     if dtype != "auto" and dtype not in DTYPES:
@@ -91,7 +91,7 @@ def load_models(
     if draft_path is not None:
         if draft_vocab == "auto":
             draft_vocab = DEMO_DRAFT_VOCAB if draft_path == demo_drafter_path() else None
-        drafter = Drafter.from_directory(draft_path, model, max_positions=max_positions, draft_vocab=draft_vocab)
+        drafter = Drafter.from_directory(draft_path, model, max_positions=max_positions, draft_vocab=draft_vocab, layer_ids=draft_layer_ids)
     return model, drafter, Tokenizer.from_checkpoint(checkpoint)
 
 

@@ -31,7 +31,7 @@ class DecodeState:
     root_tokens: Tensor  # [S] int64
     num_pending: Tensor  # [S] int64, 1 .. max_depth + 1
     pending_tokens: Tensor  # [S, max_depth + 1] int64; the first num_pending are also the tokens that the last step emitted
-    pending_features: Tensor  # [S, max_depth + 1, H] activations
+    pending_features: Tensor  # [S, max_depth + 1, fused_size] activations: features of the target, or its captured states (EAGLE-3), which the drafter fuses when it takes them
     output_ring: Tensor  # [S, C + 1] int64: token number n that the sequence emitted at column n % C, the number of all of them in the last column; C = OUTPUT_RING * (max_depth + 1)
     stop_token_ids: Tensor  # [S, MAX_STOP_TOKENS] int64, -1 padded
     active: Tensor  # [S] bool
@@ -50,7 +50,7 @@ class DecodeState:
 
     @classmethod
     def allocate(
-        cls, slots: int, max_pages: int, hidden_size: int, shape: TreeShape, target_cache: Tensor, draft_cache: Tensor | None, activation_dtype: torch.dtype = torch.float32
+        cls, slots: int, max_pages: int, fused_size: int, shape: TreeShape, target_cache: Tensor, draft_cache: Tensor | None, activation_dtype: torch.dtype = torch.float32
     ) -> DecodeState:
         width, nodes, pool = shape.max_depth + 1, shape.num_nodes, shape.pool_size
         int32, int64, fp32 = torch.int32, torch.int64, torch.float32
@@ -63,7 +63,7 @@ class DecodeState:
                 root_tokens=torch.zeros(slots, dtype=int64),
                 num_pending=torch.ones(slots, dtype=int64),
                 pending_tokens=torch.zeros(slots, width, dtype=int64),
-                pending_features=torch.zeros(slots, width, hidden_size, dtype=activation_dtype),
+                pending_features=torch.zeros(slots, width, fused_size, dtype=activation_dtype),
                 active=torch.zeros(slots, dtype=torch.bool),
                 temperature=torch.zeros(slots, nodes, dtype=fp32),
                 top_k=torch.zeros(slots, nodes, dtype=int32),

@@ -51,6 +51,11 @@ class Models(NamedTuple):
     filter_order: str
     graphs: VerifyGraphs | None = None
 
+    @property
+    def captured_layers(self) -> tuple[int, ...]:
+        """Layers of the target whose inputs the drafter takes."""
+        return () if self.drafter is None else self.drafter.captured_layers
+
 
 def run_step(models: Models, state: DecodeState, batch: int, timer: PhaseTimer, observe: Callable[[list[ObservedTree]], None] | None = None) -> Accepted:
     """Advance the first `batch` slots by one draft-and-verify cycle.
@@ -65,11 +70,11 @@ def run_step(models: Models, state: DecodeState, batch: int, timer: PhaseTimer, 
         pool, draft_probs = state.pool(batch), None
     tree = rerank(pool, state.root_tokens[:batch], state.seq_lens[:batch], models.shape.num_nodes, choices=models.shape.node_choices)
     timer.lap("draft")
-    features, logits = verify(models, state, batch, tree)
+    states, logits = verify(models, state, batch, tree)
     timer.lap("verify")
     accepted, sampled = choose(models, state, batch, tree, logits, draft_probs)
     timer.lap("sample")
-    commit(models, state, batch, tree, accepted, features)
+    commit(models, state, batch, tree, accepted, states)
     timer.lap("compact")
     if observe is not None:
         observe(observed_trees(models.shape, pool, tree, sampled, accepted))
@@ -107,7 +112,7 @@ def extend(drafter: Drafter, state: DecodeState, batch: int) -> Tensor:
     num_pending = state.num_pending[:batch]
     draft_lens = torch.sub(state.seq_lens[:batch], num_pending, out=torch.empty_like(state.seq_lens[:batch]))
     position_ids = draft_lens[:, None] + state.pending_offsets
-    features = drafter.forward(state.pending_tokens[:batch], state.pending_features[:batch], position_ids, state.draft_cache[0], draft_lens, state.page_table[:batch])
+    features = drafter.forward(state.pending_tokens[:batch], drafter.fuse(state.pending_features[:batch]), position_ids, state.draft_cache[0], draft_lens, state.page_table[:batch])
     last = (num_pending - 1)[:, None, None].expand(-1, 1, features.shape[-1])
     return features.gather(1, last)
 
@@ -142,10 +147,10 @@ def draw_level(models: Models, state: DecodeState, batch: int, logits: Tensor, f
 
 
 def verify(models: Models, state: DecodeState, batch: int, tree: Tree) -> tuple[Tensor, Tensor]:
-    """The target's forward over the tree: features [B, N, H] and logits [B * N, V]."""
+    """The target's forward over the tree: states for the drafter [B, N, fused_size] and logits [B * N, V]."""
     if models.graphs is not None:
         return models.graphs.replay(batch, tree)
-    return forward_tree(models.target, state, batch, tree.tokens, tree.position_ids, tree.packed_ancestor_mask)
+    return forward_tree(models.target, models.captured_layers, state, batch, tree.tokens, tree.position_ids, tree.packed_ancestor_mask)
 
 
 def choose(models: Models, state: DecodeState, batch: int, tree: Tree, logits: Tensor, draft_probs: list[Tensor] | None) -> tuple[Accepted, Tensor | None]:
@@ -182,12 +187,12 @@ def append_output(state: DecodeState, batch: int, tree: Tree, accepted: Accepted
     ring[:, -1] += torch.where(state.active[:batch], accepted.num_accepted_drafts + 1, 0)
 
 
-def commit(models: Models, state: DecodeState, batch: int, tree: Tree, accepted: Accepted, features: Tensor) -> None:
-    """Keep the accepted rows, hand their features and tokens to the next draft, advance seq_lens."""
+def commit(models: Models, state: DecodeState, batch: int, tree: Tree, accepted: Accepted, states: Tensor) -> None:
+    """Keep the accepted rows, hand their states and tokens to the next draft, advance seq_lens."""
     if models.shape.levels:
         compact(state.target_cache, state.page_table[:batch], state.seq_lens[:batch], accepted.accepted_nodes, accepted.num_accepted_drafts)
     advance(
-        tree.tokens, features, accepted, state.active[:batch], state.seq_lens[:batch], state.root_tokens[:batch], state.num_pending[:batch], state.pending_tokens[:batch],
+        tree.tokens, states, accepted, state.active[:batch], state.seq_lens[:batch], state.root_tokens[:batch], state.num_pending[:batch], state.pending_tokens[:batch],
         state.pending_features[:batch],
     )  # fmt: skip
 
@@ -201,14 +206,13 @@ def prefill(models: Models, state: DecodeState, slot: int, prompt: Tensor, chunk
         tokens = prompt[None, start : start + chunk]
         position_ids = torch.arange(start, start + tokens.shape[1], device=device)[None]
         seq_lens = torch.full((1,), start, dtype=torch.int32, device=device)
-        features = target.forward(tokens, position_ids, state.target_cache, seq_lens, page_table)
+        features, states = target.forward_with_states(models.captured_layers, tokens, position_ids, state.target_cache, seq_lens, page_table)
         following = prompt[None, start + 1 : start + 1 + chunk].clone()  # aligned, as kernels are compiled for it
         if models.shape.levels and following.shape[1] > 0:
             # The pair of the last prompt token waits for the first token of the answer.
             pairs = following.shape[1]
-            drafter.forward(following, features[:, :pairs], position_ids[:, :pairs], state.draft_cache[0], seq_lens, page_table)
-    last = features[:, -1]
-    logits = target.logits(last)
+            drafter.forward(following, drafter.fuse(states[:, :pairs]), position_ids[:, :pairs], state.draft_cache[0], seq_lens, page_table)
+    logits = target.logits(features[:, -1])
     params = {name: getattr(state, name)[slot, :1].clone() for name in ("temperature", "top_k", "top_p", "min_p", "seeds")}
     first = sample(logits, **params, positions=torch.full((1,), len(prompt), device=device), order=models.filter_order)
     state.seq_lens[slot] = len(prompt)
@@ -217,5 +221,5 @@ def prefill(models: Models, state: DecodeState, slot: int, prompt: Tensor, chunk
     state.output_ring[slot, -1] = 1
     state.num_pending[slot] = 1
     state.pending_tokens[slot, 0] = first[0]
-    state.pending_features[slot, 0] = last[0]
+    state.pending_features[slot, 0] = states[0, -1]
     timer.lap("prefill")

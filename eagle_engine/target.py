@@ -15,6 +15,7 @@ from eagle_engine.prefill_attention import MAX_TREE_QUERIES, prefill_attention
 from eagle_engine.rope import rope_table
 from eagle_engine.target_weights import load_weights, packed_shapes
 from eagle_kernels import (
+    copy_rows,
     embedding,
     expert_linear,
     linear,
@@ -24,6 +25,7 @@ from eagle_kernels import (
     silu_mul,
     tree_attention,
 )
+from eagle_kernels.checks import check_tensor, refuse
 from eagle_kernels.linear import PackedWeight
 
 
@@ -124,6 +126,8 @@ class TargetModel:
         seq_lens: torch.Tensor,
         page_table: torch.Tensor,
         packed_ancestor_mask: torch.Tensor | None = None,
+        captured_layers: Sequence[int] = (),
+        captured: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Run Q tentative rows of each sequence and store their keys and values behind the committed ones.
 
@@ -133,6 +137,9 @@ class TargetModel:
         seq_lens                  [B] int32, committed rows
         page_table                [B, max_pages] int32
         packed_ancestor_mask      [B, Q, W] int64; None: row i sees tentative rows 0..i
+        captured_layers           layers whose inputs are kept, any of 0..num_layers; that of num_layers is the output of the last layer, before the final norm
+        captured                  [B, Q, len(captured_layers) * H] activations, contiguous; modified: the residual stream, un-normed, at the input of each captured layer, side by side in
+                                  the order of captured_layers
 
         Returns the features after the final norm, [B, Q, H] activations: float32 on the CPU, the weights' dtype on CUDA.
         """
@@ -158,12 +165,16 @@ class TargetModel:
         gate_up = hidden.new_empty(rows, 2 * config.intermediate_size)
         inner = hidden.new_empty(rows, config.intermediate_size)
 
+        kept = self._places(captured_layers, captured, hidden, batch)
+
         residual = (
             None  # The first norm takes the embeddings alone; each later one adds the last block's update to them.
         )
-        for layer, layer_cache in zip(self.layers, cache):
+        for layer, layer_cache, places in zip(self.layers, cache, kept):
             rms_norm(hidden if residual is None else update, layer.attention_norm, eps, residual, out=x)
-            residual = hidden
+            residual = hidden  # now the input of this layer, until the norm before the MLP adds to it
+            for place in places:
+                copy_rows(residual, place)
             linear(x, layer.qkv, layer.qkv_bias, deterministic=exact, out=qkv)
             if layer.q_norm is not None:
                 rms_norm(q_rows, layer.q_norm, eps, out=q_rows)
@@ -180,7 +191,40 @@ class TargetModel:
                 linear(silu_mul(gate_up, out=inner), layer.down, layer.down_bias, deterministic=exact, out=update)
             else:
                 update = self._expert_mlp(x, layer)
-        return rms_norm(update, self.final_norm, eps, residual, out=x).view(batch, queries, config.hidden_size)
+        rms_norm(update, self.final_norm, eps, residual, out=x)
+        for place in kept[config.num_layers]:
+            copy_rows(residual, place)
+        return x.view(batch, queries, config.hidden_size)
+
+    def forward_with_states(
+        self,
+        captured_layers: Sequence[int],
+        token_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        cache: torch.Tensor | Sequence[torch.Tensor],
+        seq_lens: torch.Tensor,
+        page_table: torch.Tensor,
+        packed_ancestor_mask: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`forward`: the features, and the states that a drafter takes: those of captured_layers, or without any the features themselves (EAGLE-1/2)."""
+        if not captured_layers:
+            features = self.forward(token_ids, position_ids, cache, seq_lens, page_table, packed_ancestor_mask)
+            return features, features
+        width = len(captured_layers) * self.config.hidden_size
+        captured = torch.empty(*token_ids.shape, width, dtype=self.activation_dtype, device=token_ids.device)
+        return self.forward(token_ids, position_ids, cache, seq_lens, page_table, packed_ancestor_mask, captured_layers, captured), captured
+
+    def _places(self, captured_layers: Sequence[int], captured: torch.Tensor | None, hidden: torch.Tensor, batch: int) -> list[list[torch.Tensor]]:
+        """Of each layer, and of what would be the next: the parts of `captured` [B, Q, ...] as [B * Q, H] that its input goes to."""
+        places: list[list[torch.Tensor]] = [[] for _ in range(self.config.num_layers + 1)]
+        if captured_layers:
+            rows, size = hidden.shape
+            check_tensor("captured", captured, (batch, rows // batch, len(captured_layers) * size), hidden.dtype, hidden.device)
+            bad = [i for i in captured_layers if not 0 <= i <= self.config.num_layers]
+            refuse(bool(bad), "captured_layers", f"0 to {self.config.num_layers}", bad)
+            for i, part in zip(captured_layers, captured.view(rows, -1).split(size, dim=1)):
+                places[i].append(part)
+        return places
 
     def _expert_mlp(self, x: torch.Tensor, layer: Layer) -> torch.Tensor:
         top_k = self.config.num_experts_per_token

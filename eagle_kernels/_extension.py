@@ -49,7 +49,7 @@ def _fake(name: str):
 
 
 for _name in (
-    "linear", "expert_linear", "embedding", "rms_norm", "silu_mul", "route_experts", "rope_store_kv", "tree_attention", "sample", "filter_probs", "draw_children", "noise", "expand", "expand_topk", "rerank",
+    "linear", "expert_linear", "embedding", "rms_norm", "copy_rows", "silu_mul", "route_experts", "rope_store_kv", "tree_attention", "sample", "filter_probs", "draw_children", "noise", "expand", "expand_topk", "rerank",
     "accept", "accept_rejection", "advance", "compact", "head_topk", "logits_topk",
 ):  # fmt: skip
     torch.library.register_fake(f"eagle_kernels::{_name}", _fake(_name))

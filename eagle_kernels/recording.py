@@ -9,7 +9,7 @@ from eagle_kernels._extension import _C
 class Recording:
     """The ops that ran inside `record`, in order, with the tensors they were given.
 
-    `replay` runs them again on the same tensors, whose contents may have changed; the number of threads is that of the recording. Recordable are embedding, head_topk, linear, logits_topk,
+    `replay` runs them again on the same tensors, whose contents may have changed; the number of threads is that of the recording. Recordable are copy_rows, embedding, head_topk, linear, logits_topk,
     rms_norm, rope_store_kv, silu_mul and tree_attention; other ops of this library raise RuntimeError inside `record`. Operations of torch itself are not seen: there must
     be none that compute.
     """

@@ -25,7 +25,7 @@ def test_bench_linear_json():
 
 # Every benchmark of an op, with the arguments of its smallest case.
 OPS = {
-    "accept": ["--only", "smollm2-135m"], "advance": ["--only", "smollm2-135m"], "compact": ["--only", "smollm2-135m"], "expand_topk": ["--only", "smollm2-135m"], "head_topk": ["--only", "smollm2-135m"],
+    "accept": ["--only", "smollm2-135m"], "advance": ["--only", "smollm2-135m"], "compact": ["--only", "smollm2-135m"], "copy_rows": ["--only", "smollm2-135m"], "expand_topk": ["--only", "smollm2-135m"], "head_topk": ["--only", "smollm2-135m"],
     "linear": ["--in-features", "32", "--out-features", "64", "--dtype", "fp32"], "rerank": ["--only", "smollm2-135m"], "rms_norm": ["--only", "smollm2-135m"], "rope_store_kv": ["--only", "smollm2-135m"],
     "sample": ["--only", "smollm2-135m greedy"], "silu_mul": ["--only", "smollm2-135m"], "tree_attention": ["--only", "smollm2-135m", "--prefix", "128"],
 }  # fmt: skip
@@ -118,6 +118,7 @@ HAND = {
     "accept": ("llama-3.1-8b", 60 * (8 + 4 + 8), 0),
     "advance": ("llama-3.1-8b", 2 * 7 * (4096 * 4 + 8), 0),
     "compact": ("llama-3.1-8b", 2 * 4 * 32 * 2 * 8 * 128 * 4, 0),  # four rows read and written, keys and values of 32 layers
+    "copy_rows": ("llama-3.1-8b", 2 * 60 * 4096 * 4, 0),
     "expand_topk": ("llama-3.1-8b", 10 * 1 * (10 * 8 + 4 + 4) + 2 * 10 * 4096 * 4, 0),
     "head_topk": ("llama-3.1-8b", 128256 * 4096 * 4 + 10 * 4096 * 4, 2 * 10 * 128256 * 4096),
     "linear": ("llama-3.1-8b gate_up bf16 deterministic M=8", 28672 * 4096 * 2 + 8 * (28672 + 4096) * 4, 2 * 8 * 28672 * 4096),
@@ -163,7 +164,7 @@ STEP = ["--model", "tiny", "--num-nodes", "12", "--max-depth", "4", "--top-k", "
 
 
 @pytest.mark.parametrize("acceptance_length", [1.0, 2.5, 5.0])
-@pytest.mark.parametrize("options", [[], ["--draft-vocab", "100"], ["--batch", "2"]], ids=["plain", "draft-vocab", "batch"])
+@pytest.mark.parametrize("options", [[], ["--draft-vocab", "100"], ["--batch", "2"], ["--drafter", "eagle-3"], ["--drafter", "eagle-3", "--draft-vocab", "100"]], ids=["plain", "draft-vocab", "batch", "eagle-3", "eagle-3-draft-vocab"])
 def test_step_has_the_acceptance_length_that_was_asked_for(options: list[str], acceptance_length: float, program) -> None:
     result = json.loads(program("bench_step", *STEP, "--json", "--acceptance-length", str(acceptance_length), *options))
     assert result["acceptance_length"] == pytest.approx(acceptance_length, abs=0.05)
@@ -173,12 +174,13 @@ def test_step_has_the_acceptance_length_that_was_asked_for(options: list[str], a
     assert result["tokens_per_second"] == pytest.approx(result["batch"] * result["acceptance_length"] / result["speculative"]["milliseconds"] * 1e3)
 
 
-def test_step_floors_are_those_of_the_roofline(program, roofline) -> None:
-    result = json.loads(program("bench_step", *STEP, "--json"))
+@pytest.mark.parametrize("drafter", ["eagle-1", "eagle-3"])
+def test_step_floors_are_those_of_the_roofline(drafter: str, program, roofline) -> None:
+    result = json.loads(program("bench_step", *STEP, "--json", "--drafter", drafter))
     device = roofline.Device(1e10, 1e11)
     shape = importlib.import_module("shapes").TINY
     assert result["plain"]["floor_milliseconds"] == pytest.approx(1e3 * roofline.floor_seconds(roofline.plain_step(shape, 50), device))
-    assert result["speculative"]["floor_milliseconds"] == pytest.approx(1e3 * roofline.floor_seconds(roofline.speculative_step(shape, 12, 4, 3, 50, 384), device))
+    assert result["speculative"]["floor_milliseconds"] == pytest.approx(1e3 * roofline.floor_seconds(roofline.speculative_step(shape, 12, 4, 3, 50, 384, drafter), device))
 
 
 def test_step_prints_a_table(program) -> None:
@@ -249,6 +251,18 @@ def test_roofline_equals_the_hand_calculation(roofline) -> None:
     rest = 2.9080e-3 + 0.1248e-3 + 0.2189e-3 + 4 * 60 * 128_256 / 4.8e12 + 3 * 1.3e-6
     assert result["step_seconds"] == pytest.approx(draft + rest, rel=1e-3)
     assert result["tokens_per_second"] == pytest.approx(4.0 / result["step_seconds"])
+
+
+def test_roofline_of_eagle3_equals_the_hand_calculation(roofline) -> None:
+    """The same step with an EAGLE-3 drafter: 32000 tokens, q, k and v twice as wide, fc of three states once a step, three states captured for each node."""
+    command = [sys.executable, str(BENCH / "roofline.py"), "--drafter", "eagle-3", "--json"]
+    parts = {part["name"]: part for part in json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)["speculative"]}
+    layer = 218_103_808 + 16_777_216 + 2 * 4_194_304
+    assert parts["draft level layer"]["num_bytes"] == 2 * layer and parts["draft level layer"]["launches"] == 10
+    assert parts["draft-extend layer"]["num_bytes"] == 2 * (layer + 12288 * 4096) and parts["draft-extend layer"]["launches"] == 11
+    assert parts["draft head"]["num_bytes"] == 2 * 32000 * 4096 == 262_144_000 and parts["draft head"]["launches"] == 2
+    assert parts["capture"]["count"] == 3 and parts["capture"]["num_bytes"] == 2 * 60 * 4096 * 2
+    assert parts["advance"]["num_bytes"] == 3 * 2 * 7 * 4096 * 2
 
 
 def test_roofline_is_bound_by_operations_where_it_should_be(roofline) -> None:

@@ -16,7 +16,7 @@ from test_gpu_path import interpreted  # noqa: F401
 from torch.overrides import TorchFunctionMode
 
 BENCH = Path(__file__).parent.parent / "bench"
-OPS = ("accept", "advance", "compact", "expand_topk", "head_topk", "linear", "rerank", "rms_norm", "rope_store_kv", "sample", "silu_mul", "tree_attention")
+OPS = ("accept", "advance", "compact", "copy_rows", "expand_topk", "head_topk", "linear", "rerank", "rms_norm", "rope_store_kv", "sample", "silu_mul", "tree_attention")
 
 
 class PretendCuda(TorchFunctionMode):
@@ -32,7 +32,7 @@ def bench(monkeypatch: pytest.MonkeyPatch, interpreted: Counter):  # noqa: F811
     """Imports a module of bench/, with small shapes and without what only a GPU has."""
     monkeypatch.syspath_prepend(str(BENCH))
     timing, cases, shapes = (importlib.import_module(name) for name in ("timing", "cases", "shapes"))
-    small = shapes.ModelShape(1, 128, 64, 2, 1, 64, 200)
+    small = shapes.ModelShape(2, 128, 64, 2, 1, 64, 200)
     instead = {
         "captured": lambda run: run, "event_seconds": timing.wall_seconds, "last_level_cache_bytes": lambda device: 1, "pack_weight": functools.partial(pack_weight, layout="rows"), "GRAPH_CALLS": 1,
         "measure_ceilings": lambda device: timing.Ceilings(1e10, 2e10, 1e11), "WORKLOADS": {"small": (small, cases.Tree(5, 3, 2, 150))}, "NODES": (3,), "PREFIXES": {"cuda": (70,)}, "PHASE_CALLS": 1,
@@ -61,15 +61,16 @@ def test_op_cases_on_cuda(op: str, bench) -> None:
         rows = cases.run_cases(made[:4], 1, "cuda", timing.Ceilings(1e10, 2e10, 1e11))
     assert rows and not any(row["errors"] for row in rows)
     launched = {"expand_topk": "head_topk"}.get(op, op)
-    assert bench.calls[launched] > 0 or op in ("accept", "compact", "rerank")
+    assert bench.calls[launched] > 0 or op in ("accept", "compact", "copy_rows", "rerank")
 
 
-def test_step_on_cuda(bench) -> None:
+@pytest.mark.parametrize("drafter", ["eagle-1", "eagle-3"])
+def test_step_on_cuda(drafter: str, bench) -> None:
     """Deterministic, since torch's CPU has no bf16 product with an fp32 result."""
     module = bench("bench_step")
     timing = importlib.import_module("timing")
     args = argparse.Namespace(
-        model="small", num_nodes=5, max_depth=2, top_k=3, context=40, acceptance_length=2.0, draft_vocab=None, batch=1, deterministic=True, device="cuda", rounds=1
+        model="small", num_nodes=5, max_depth=2, top_k=3, context=40, acceptance_length=2.0, draft_vocab=None, drafter=drafter, batch=1, deterministic=True, device="cuda", rounds=1
     )  # fmt: skip
     with PretendCuda():
         result = module.measure(args, timing.Ceilings(1e10, 2e10, 1e11))

@@ -9,7 +9,9 @@ import pytest
 import torch
 from cli_runner import one_error, pair, run  # noqa: F401  (fixtures)
 from eagle_engine.cli import generate
-from tiny_pair import make_pair, save_drafter, save_tokenizer
+from drafter_files import write_drafter
+from tiny_engines import random_tensors
+from tiny_pair import DRAFTER_CONFIG, make_pair, save_drafter, save_tokenizer
 from tiny_targets import CASES, save_directory, tiny_model
 
 
@@ -52,6 +54,50 @@ def test_inspect_pair_that_does_not_fit(run, tmp_path):
     status, out, _ = run("inspect", "--draft", narrow, "--target", "none")
     assert status == 0 and not out.startswith("target")
     assert "nothing to inspect" in one_error(run("inspect", "--draft", "none", "--target", "none"))
+
+
+def save_eagle3(directory: Path, **options) -> Path:
+    raw = DRAFTER_CONFIG | dict(architectures=["LlamaForCausalLMEagle3"], draft_vocab_size=40) | options
+    parsed = {key: value for key, value in raw.items() if key != IDS}
+    return write_drafter(directory, raw, random_tensors(parsed))
+
+
+IDS = "eagle_aux_hidden_state_layer_ids"
+
+
+def test_inspect_eagle3(run, tmp_path):
+    """Version, flags, vocabulary and captured layers; with the target of two layers only those that are listed fit."""
+    save_directory(tmp_path / "deep", "llama", num_hidden_layers=8)
+    save_tokenizer(tmp_path / "deep")
+    plain = save_eagle3(tmp_path / "plain")
+    flagged = save_eagle3(tmp_path / "flagged", fc_norm=True, norm_output=True, **{IDS: [1, 3, 5]})
+
+    def inspect(*options) -> dict:
+        return json.loads(run("inspect", "--json", *options)[1])
+
+    result = inspect("--target", tmp_path / "deep", "--draft", plain)
+    draft = result["draft"]
+    assert result["fits"] is True
+    assert (draft["version"], draft["draft_vocab_size"], draft["target_hidden_size"], draft["flags"], draft["embeddings"], draft["head"]) == ("EAGLE-3", 40, 48, [], "target's", "own")
+    assert draft["captured_states"] == "inputs of layers 2, 4, 5" and "fc_bias" not in draft
+    assert inspect("--target", "none", "--draft", plain)["draft"]["captured_states"] == "inputs of layers 2, N // 2 and N - 3 of N"
+    shallow = inspect("--draft", plain)
+    assert shallow["fits"] is False and "need a target of 7 layers or more, this one has 2" in shallow["reason"]
+    for convention, layers in (("input", "1, 3, 5"), ("output", "2, 4, 6")):
+        draft = inspect("--target", tmp_path / "deep", "--draft", flagged, "--draft-layer-ids", convention)["draft"]
+        assert (draft["version"], draft["flags"], draft["captured_states"]) == ("EAGLE-3.1", ["fc_norm", "norm_output"], f"inputs of layers {layers}")
+    assert "readers disagree" in one_error(run("inspect", "--draft", flagged))
+    status, out, _ = run("inspect", "--target", tmp_path / "deep", "--draft", flagged, "--draft-layer-ids", "input")
+    assert status == 0 and "flags                    fc_norm, norm_output" in out and "the drafter fits the target" in out
+
+
+def test_eagle3_answers_through_the_command_line(run, tmp_path):
+    save_directory(tmp_path / "deep", "llama", num_hidden_layers=8, max_position_embeddings=1024)
+    save_tokenizer(tmp_path / "deep")
+    models = ("--target", tmp_path / "deep", "--draft", save_eagle3(tmp_path / "d", **{IDS: [1, 3, 5]}), "--max-new-tokens", "12")
+    assert "--draft-layer-ids" in one_error(run("verify", "--suite", "gsm8k", "--limit", "2", *models))
+    status, out, _ = run("verify", "--suite", "gsm8k", "--limit", "2", "--draft-layer-ids", "output", *models)
+    assert status == 0 and "2/2 identical" in out, out
 
 
 def test_inspect_own_embedding_and_biases(run, tmp_path):
@@ -136,7 +182,7 @@ def broken(path: Path, what: str) -> None:
         ("target", "mis-shaped", "expected shape [99, 48], got [72, 48]"),
         ("draft", "truncated", "not a complete safetensors file"),
         ("draft", "mis-shaped", "expected shape [99, 48], got [40, 48]"),
-        ("draft", "eagle-3", "this is an EAGLE-3 drafter"),
+        ("draft", "eagle-3", "config.json and tensors contradict each other"),
     ],
     ids=lambda value: value if " " not in value else "",
 )

@@ -16,7 +16,7 @@ from eagle_engine.loading import engine_device, weights_dtype
 from eagle_engine.target import TargetModel
 from eagle_kernels import pack_weight, tree_attention, unpack_weight
 from helpers import assert_exact, assert_refused, make_paged_cache
-from tiny_engines import make_engine, random_drafter, tiny_target
+from tiny_engines import make_engine, random_drafter, random_eagle3, tiny_target
 from tiny_targets import random_tokens
 
 
@@ -62,11 +62,14 @@ def target(request: pytest.FixtureRequest) -> TargetModel:
     return tiny_target(request.param, max_positions=1100)
 
 
-def test_a_long_prompt_goes_through_flash_attn_in_large_pieces(target: TargetModel, flash_attn: list) -> None:
+@pytest.mark.parametrize("kind", ["eagle-1", "eagle-3"])
+def test_a_long_prompt_goes_through_flash_attn_in_large_pieces(target: TargetModel, kind: str, flash_attn: list) -> None:
     prompt, params = random_tokens(3, 700), SamplingParams(temperature=0.0, max_tokens=6)
     expected = make_engine(target, None, max_model_len=800).generate([prompt], params)[0].token_ids
     assert not flash_attn
-    engine = make_engine(target, random_drafter(target), max_model_len=800)
+    listed = dict(eagle_aux_hidden_state_layer_ids=[0, 1, 2], eagle_aux_hidden_state_layer_id_convention="input")
+    drafter = random_eagle3(target, **listed) if kind == "eagle-3" else random_drafter(target)
+    engine = make_engine(target, drafter, max_model_len=800)
     engine._prefill_chunk = 400
     assert engine.generate([prompt], params)[0].token_ids == expected
     # Both pieces, two layers of the target and one of the drafter, whose last pair waits for the first token.

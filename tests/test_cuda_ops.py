@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from eagle_kernels import DraftPool, HeadTopK, accept, compact, expand_topk, reference, rerank
+from eagle_kernels import DraftPool, HeadTopK, accept, compact, copy_rows, expand_topk, reference, rerank
 from helpers import PagedCache, assert_exact, make_paged_cache, random_tree
 from test_accept import OPTION_CASES, check_options
 from test_compact import CASES as COMPACT_CASES
@@ -76,6 +76,18 @@ def test_compact(case: CompactCase, device: str) -> None:
         kv = on_device.kv.clone()
         compact(kv, on_device.page_table, on_device.seq_lens, *(tensor.to(device) for tensor in accepted))
         assert_exact(kv.cpu(), expected.kv)
+
+
+@devices
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_copy_rows(dtype: torch.dtype, device: str) -> None:
+    x, wide = torch.randn(60, 96).to(dtype), torch.randn(60, 288).to(dtype)
+    expected, there = wide.clone(), wide.to(device)
+    reference.copy_rows(x, expected[:, 96:192])
+    copy_rows(x.to(device), there[:, 96:192])
+    assert_exact(there.cpu(), expected)
+    with pytest.raises(ValueError, match=rf"^out: expected \[60, 96\] {str(dtype)[6:]}, last dimension contiguous on {device}.*got \[60, 288\]"):
+        copy_rows(x.to(device), there)
 
 
 @devices

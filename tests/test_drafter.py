@@ -5,11 +5,14 @@ import json
 import numpy as np
 import pytest
 import torch
+from drafter_files import write_drafter
 from eagle_engine import EagleError
-from eagle_engine.drafter import Drafter, DrafterConfig, read_drafter, read_token_ids
+from eagle_engine.drafter import Drafter
+from eagle_engine.drafter_checkpoint import read_drafter, read_token_ids
+from eagle_engine.drafter_config import DrafterConfig
+from eagle_engine.drafter_format import parse_drafter_config
 from eagle_engine.rope import rope_table
 from helpers import assert_exact, make_paged_cache
-from safetensors.torch import save_file
 from tiny_engines import drafter_config, random_drafter, random_tensors, tiny_target
 
 OPTIONS = {
@@ -51,7 +54,7 @@ def published_forward(config: DrafterConfig, tensors, embedding, token_ids, feat
 
 
 def run(drafter: Drafter, token_ids, features) -> torch.Tensor:
-    cache = make_paged_cache([0], 64, 4, drafter.config.num_kv_heads, drafter.config.head_dim)
+    cache = make_paged_cache([0], 64, 4, drafter.config.layer.num_kv_heads, drafter.config.layer.head_dim)
     cache.kv.fill_(float("nan"))
     positions = torch.arange(len(token_ids))[None]
     return drafter.forward(token_ids[None], features[None], positions, cache.kv, cache.seq_lens, cache.page_table)[0]
@@ -61,7 +64,7 @@ def run(drafter: Drafter, token_ids, features) -> torch.Tensor:
 def test_forward_is_that_of_the_published_architecture(options):
     target = tiny_target("llama-tied-biases-linear")
     raw = drafter_config(target, **OPTIONS[options])
-    config, tensors = DrafterConfig.from_dict(raw), random_tensors(raw)
+    config, tensors = parse_drafter_config(raw), random_tensors(raw)
     token_ids, features = torch.randint(target.config.vocab_size, (33,)), torch.randn(33, target.config.hidden_size)
     drafter = Drafter(config, tensors, target, max_positions=64)
     embedding = target.embed(torch.arange(target.config.vocab_size))
@@ -76,18 +79,8 @@ def test_forward_is_that_of_the_published_architecture(options):
 def test_rope_base_is_the_drafters_own():
     target = tiny_target("llama-llama3-rope-head-dim")
     drafter = random_drafter(target)
-    assert drafter.config.rope_theta == 10000.0 and drafter.config.rope_scaling is None
-    assert_exact(drafter.rope_table, rope_table(drafter.config, target.max_positions))
-
-
-def write_drafter(directory, raw, tensors, binary=False):
-    directory.mkdir(exist_ok=True)
-    (directory / "config.json").write_text(json.dumps(raw))
-    if binary:
-        torch.save(tensors, directory / "pytorch_model.bin")
-    else:
-        save_file(tensors, directory / "model.safetensors")
-    return directory
+    assert drafter.config.layer.rope_theta == 10000.0 and drafter.config.layer.rope_scaling is None
+    assert_exact(drafter.rope_table, rope_table(drafter.config.layer, target.max_positions))
 
 
 @pytest.mark.parametrize("binary", [False, True], ids=["safetensors", "bin"])
@@ -100,7 +93,7 @@ def test_published_files_load(tmp_path, options, embeddings, binary):
     drafter = Drafter.from_directory(write_drafter(tmp_path / "drafter", raw, tensors, binary), target, max_positions=64)
     token_ids, features = torch.randint(target.config.vocab_size, (9,)), torch.randn(9, target.config.hidden_size)
     embedding = tensors.get("embed_tokens.weight", target.embed(torch.arange(target.config.vocab_size)))
-    expected = published_forward(DrafterConfig.from_dict(raw), tensors, embedding, token_ids, features)
+    expected = published_forward(parse_drafter_config(raw), tensors, embedding, token_ids, features)
     assert (run(drafter, token_ids, features) - expected).abs().max() < 1e-4
 
 
@@ -108,19 +101,19 @@ def test_a_copy_of_the_targets_embedding_is_held_once():
     target = tiny_target("llama")
     raw = drafter_config(target)
     tensors = random_tensors(raw) | {"embed_tokens.weight": target.embed(torch.arange(target.config.vocab_size))}
-    assert Drafter(DrafterConfig.from_dict(raw), tensors, target, max_positions=64).embedding is target.embedding
+    assert Drafter(parse_drafter_config(raw), tensors, target, max_positions=64).embedding is target.embedding
 
 
 def test_own_head_is_used():
     target = tiny_target("llama")
     raw = drafter_config(target)
     head = torch.randn(target.config.vocab_size, target.config.hidden_size)
-    drafter = Drafter(DrafterConfig.from_dict(raw), random_tensors(raw) | {"lm_head.weight": head}, target, max_positions=64)
+    drafter = Drafter(parse_drafter_config(raw), random_tensors(raw) | {"lm_head.weight": head}, target, max_positions=64)
     x = torch.randn(3, target.config.hidden_size)
     assert torch.allclose(drafter.logits(x), x @ head.T, atol=1e-4)
 
 
-ALL_TENSORS = sorted(DrafterConfig.from_dict(drafter_config(tiny_target("llama"), qkv_bias=True)).expected_tensors())
+ALL_TENSORS = sorted(parse_drafter_config(drafter_config(tiny_target("llama"), qkv_bias=True)).expected_tensors())
 
 
 @pytest.mark.parametrize("name", ALL_TENSORS)
@@ -151,14 +144,6 @@ def test_unused_tensor_is_named(tmp_path, name, options):
         read_drafter(write_drafter(tmp_path / "d", raw, random_tensors(raw) | {name: torch.zeros(48)}))
 
 
-def test_eagle3_is_refused_by_name(tmp_path):
-    raw = drafter_config(tiny_target("llama"))
-    with pytest.raises(EagleError, match="EAGLE-3"):
-        read_drafter(write_drafter(tmp_path / "a", raw | {"draft_vocab_size": 32}, random_tensors(raw)))
-    with pytest.raises(EagleError, match="EAGLE-3"):
-        read_drafter(write_drafter(tmp_path / "b", raw, random_tensors(raw) | {"midlayer.mlp.up_proj.weight": torch.zeros(2)}))
-
-
 @pytest.mark.parametrize("binary", [False, True], ids=["safetensors", "bin"])
 def test_truncated_file_is_named(tmp_path, binary):
     raw = drafter_config(tiny_target("llama"))
@@ -185,12 +170,12 @@ def test_drafter_of_another_target_is_refused(field, value):
     target = tiny_target("llama")
     raw = drafter_config(target, **{field: value})
     with pytest.raises(EagleError, match=f"another target.*{field}"):
-        Drafter(DrafterConfig.from_dict(raw), random_tensors(raw), target, max_positions=64)
+        Drafter(parse_drafter_config(raw), random_tensors(raw), target, max_positions=64)
 
 
 def test_more_than_one_layer_is_refused():
     with pytest.raises(EagleError, match="num_hidden_layers"):
-        DrafterConfig.from_dict(drafter_config(tiny_target("llama"), num_hidden_layers=2))
+        parse_drafter_config(drafter_config(tiny_target("llama"), num_hidden_layers=2))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -7,7 +7,7 @@ from eagle_engine.tokenizer import Tokenizer
 from eagle_kernels import pack_weight, unpack_weight
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_engines import TREES, bigram_drafter, make_engine, oracle_drafter, plain_tokens, random_drafter, tiny_target
+from tiny_engines import TREES, bigram_drafter, drafter_config, eagle3_config, make_drafter, make_engine, oracle_drafter, plain_tokens, random_drafter, tiny_target
 from tiny_targets import VOCAB_SIZE, random_tokens
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
@@ -199,10 +199,10 @@ def test_all_equal_logits_draft_and_accept():
     assert output.stats.acceptance_length == 4.0
 
 
-def test_a_drafter_of_nan_changes_nothing():
-    target = tiny_target("llama")
-    drafter = random_drafter(target)
-    drafter.fc_bias = torch.full_like(drafter.fc_bias, float("nan"))
+@pytest.mark.parametrize("config", [drafter_config, eagle3_config], ids=["eagle-1", "eagle-3"])
+def test_a_drafter_of_nan_changes_nothing(config):
+    target = tiny_target("llama", num_hidden_layers=7)
+    drafter = make_drafter(target, config(target), edit=lambda tensors: tensors["fc.weight"].fill_(float("nan")))
     params = SamplingParams(temperature=0.8, seed=2, max_tokens=20)
     for tree in TREES.values():
         assert make_engine(target, drafter, **tree).generate([PROMPT], params)[0].token_ids == plain_tokens(target, PROMPT, params)

@@ -26,6 +26,8 @@ TREES = {
     "dynamic-wide": dict(tree="dynamic", top_k=8, max_depth=6, num_nodes=60),
     "static": dict(tree="static"),
     "chain": dict(tree="chain", max_depth=4),
+    "eagle-3": dict(tree="dynamic", top_k=4, max_depth=3, num_nodes=12),
+    "eagle-3-chain": dict(tree="chain", max_depth=2),
 }
 trees = pytest.mark.parametrize("tree", TREES)
 
@@ -58,6 +60,8 @@ def models(device: str, tree: str, deterministic: bool = True):
     next_token = torch.empty_like(order)
     next_token[order] = order.roll(-1)
     target = random_models.random_target(SMALL, 2048, device=device, deterministic=deterministic, next_token=next_token.to(device), update=2.0)
+    if tree.startswith("eagle-3"):
+        return target, random_models.random_eagle3(target, SMALL, next_token=next_token.to(device))
     return target, None if tree == "plain" else random_models.random_drafter(target, SMALL, follows_embedding=True)
 
 
@@ -160,7 +164,7 @@ def test_every_buffer_after_a_replay_is_that_of_an_eager_step(tree: str, device:
 
 
 @devices
-@pytest.mark.parametrize("tree", ["plain", "dynamic"])
+@pytest.mark.parametrize("tree", ["plain", "dynamic", "eagle-3"])
 @torch.inference_mode()
 def test_a_thousand_replays(tree: str, device: str) -> None:
     """Growing lengths, every hundredth replay against an eager step. Between replays the pages that nobody took are poisoned: a graph that remembers an old page or length reads NaN."""

@@ -15,7 +15,7 @@ from eagle_engine import EagleConfig, Engine, SamplingParams
 from eagle_engine.step import PhaseTimer, run_step
 from eagle_kernels import HeadTopK
 from helpers import assert_exact
-from tiny_engines import bigram_drafter, random_drafter, rows_weights, tiny_target
+from tiny_engines import bigram_drafter, random_drafter, random_eagle3, rows_weights, tiny_target
 from tiny_targets import random_tokens
 
 from eagle_engine.target import TargetModel
@@ -37,7 +37,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter]:
         return call
 
     routed = SimpleNamespace(**{name: counted(name, launcher) for name, launcher in cuda.LAUNCHERS.items()})
-    for name in ("accept", "compact", "expand_topk", "rerank"):
+    for name in ("accept", "compact", "expand_topk", "rerank"):  # copy_rows is torch's own there, and keeps its CPU twin here
         setattr(routed, name, getattr(OPS, name))
     for module in PUBLIC:
         monkeypatch.setattr(importlib.import_module(f"eagle_kernels.{module}"), "OPS", routed)
@@ -121,3 +121,26 @@ def test_a_drafter_on_the_triton_kernels(interpreted: Counter) -> None:
     drafted, _, _ = steps_with_logits(make(target, random_drafter(target, num_attention_heads=1, num_key_value_heads=1), top_k=2, max_depth=2, num_nodes=4), prompt, params)
     assert drafted == tokens
     assert interpreted["head_topk"] > 0
+
+
+@pytest.mark.parametrize("options", [{}, pytest.param(dict(fc_norm=True, norm_output=True), marks=pytest.mark.slow)], ids=["eagle-3", "eagle-3.1"])
+def test_an_eagle3_drafter_on_the_triton_kernels(interpreted: Counter, options: dict) -> None:
+    """A real drafter, and one that knows the answer and runs a real one: after a few steps the states that wait for the drafter, in bf16, are those of a fresh prefill."""
+    target = rows_target("llama", vocab_size=150, hidden_size=64)
+    layers = dict(eagle_aux_hidden_state_layer_ids=[0, 1, 2], eagle_aux_hidden_state_layer_id_convention="input")
+    real = random_eagle3(target, draft_vocab_size=130, head_dim=64, num_attention_heads=1, num_key_value_heads=1, **layers, **options)
+    prompt, params = random_tokens(2, 5), SamplingParams(temperature=0.0, max_tokens=6)
+    tokens, _, _ = steps_with_logits(make(target, None), prompt, SamplingParams(temperature=0.0, max_tokens=9))  # as many as the last step may commit
+    for drafter in (real, bigram_drafter(target, [prompt + tokens], real)):
+        engine = make(target, drafter, top_k=2, max_depth=2, num_nodes=4)
+        drafted, _, acceptance_length = steps_with_logits(engine, prompt, params)
+        assert drafted == tokens[:6]
+    assert acceptance_length > 1.2 and interpreted["head_topk"] > 0
+    state = engine.state
+    assert state.pending_features.dtype == torch.bfloat16 and state.pending_features.shape[-1] == 3 * 64
+    seq_len, count = int(state.seq_lens[0]), int(state.num_pending[0])
+    cache, text = torch.zeros_like(state.target_cache), prompt + tokens
+    assert seq_len < len(text)
+    ids, pages = torch.tensor([text[:seq_len]]), torch.arange(cache.shape[2] - 1, dtype=torch.int32)[None]
+    _, states = target.forward_with_states(real.captured_layers, ids, torch.arange(seq_len)[None], cache, torch.zeros(1, dtype=torch.int32), pages)
+    assert_exact(state.pending_features[0, :count], states[0, seq_len - count :].contiguous())

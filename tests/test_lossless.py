@@ -6,9 +6,8 @@ import pytest
 import torch
 from eagle_engine import SamplingParams
 from eagle_engine.step import PhaseTimer, draft, rerank, run_step, verify
-from eagle_kernels import logits_topk
 from helpers import assert_exact
-from tiny_engines import TREES, bigram_drafter, make_engine, oracle_drafter, plain_tokens, random_drafter, tiny_target
+from tiny_engines import DRAFTERS, TREES, bigram_drafter, make_engine, oracle_drafter, plain_tokens, random_drafter, tiny_target
 from tiny_targets import CASES, random_tokens
 
 SAMPLING = {
@@ -124,15 +123,16 @@ def test_prefill_chunks_change_nothing(chunk):
     assert make_engine(target, random_drafter(target), prefill_chunk=chunk).generate([prompt], params)[0].token_ids == expected
 
 
+@pytest.mark.parametrize("kind", ["eagle-1", "eagle-3"])
 @pytest.mark.parametrize("tree", TREES, ids=str)
-def test_replay_equals_eager(tree):
-    """Features and logits of every step, over batches that shrink and lengths that differ, as bits."""
-    target = tiny_target("qwen2")
+def test_replay_equals_eager(tree, kind):
+    """States and logits of every step, over batches that shrink and lengths that differ, as bits."""
+    target = tiny_target("qwen2", num_hidden_layers=7)
     prompts = [random_tokens(90 + i, length) for i, length in enumerate((5, 66, 20))]
     params = [SamplingParams(temperature=0.0, max_tokens=8 + 9 * i) for i in range(3)]
     seen = {}
     for eager in (False, True):
-        engine = make_engine(target, random_drafter(target), enforce_eager=eager, **TREES[tree])
+        engine = make_engine(target, DRAFTERS[kind](target), enforce_eager=eager, **TREES[tree])
         assert (engine.models.graphs is None) == eager
         seen[eager] = record_verify(engine, prompts, params)
     assert len(seen[True]) == len(seen[False]) > 20
@@ -146,9 +146,9 @@ def record_verify(engine, prompts, params) -> list[tuple[torch.Tensor, torch.Ten
     original = step.verify
 
     def verify(*args):
-        features, logits = original(*args)
-        seen.append((features.clone(), logits.clone()))
-        return features, logits
+        states, logits = original(*args)
+        seen.append((states.clone(), logits.clone()))
+        return states, logits
 
     step.verify = verify
     try:
@@ -220,11 +220,12 @@ def test_more_nodes_never_lower_the_accepted_length():
     assert increased > 0
 
 
+@pytest.mark.parametrize("kind", DRAFTERS, ids=str)
 @pytest.mark.parametrize("tree", TREES, ids=str)
-def test_draft_logits_of_a_node_are_those_of_its_root_path(tree):
+def test_draft_logits_of_a_node_are_those_of_its_root_path(tree, kind):
     """Right ancestry: a frontier node sees the drafter's rows of its own ancestors, not of the lane it took over."""
-    target = tiny_target("llama")
-    drafter = random_drafter(target)
+    target = tiny_target("llama", num_hidden_layers=7)
+    drafter = DRAFTERS[kind](target)
     engine = make_engine(target, drafter, **TREES[tree])
     prompt = random_tokens(27, 19)
     engine.add_request(prompt, SamplingParams(temperature=0.0, max_tokens=8))
@@ -252,6 +253,7 @@ def test_draft_logits_of_a_node_are_those_of_its_root_path(tree):
             ancestors = [r for r in range(len(rows)) if int(mask[0, j, r // 64]) >> (r % 64) & 1]
             expected = path_feature(engine, drafter, [rows[r][0] for r in ancestors])
             assert_exact(features[0, j], expected)
+            assert_exact(drafter.logits(features[:, j]), drafter.logits(expected[None]))
             checked += 1
     assert checked == engine.models.shape.draft_rows > 0
 
@@ -263,34 +265,21 @@ def path_feature(engine, drafter, path: list[int]) -> torch.Tensor:
     draft_len = seq_len - 1
     position = torch.tensor([[draft_len]])
     lens = torch.tensor([draft_len], dtype=torch.int32)
-    feature = drafter.forward(state.root_tokens[:1, None], state.pending_features[:1, :1], position, cache, lens, page_table)
+    feature = drafter.forward(state.root_tokens[:1, None], drafter.fuse(state.pending_features[:1, :1]).clone(), position, cache, lens, page_table)
     for token in path:
         lens, position = lens + 1, position + 1
         feature = drafter.forward(torch.tensor([[token]]), feature, position, cache, lens, page_table)
     return feature[0, 0]
 
 
+@pytest.mark.parametrize("kind", DRAFTERS, ids=str)
 @pytest.mark.parametrize("tree", TREES, ids=str)
-def test_drafter_cache_after_any_step_is_that_of_a_fresh_prefill(tree):
-    target = tiny_target("llama")
-    drafter = random_drafter(target)
+def test_drafter_cache_after_any_step_is_that_of_a_fresh_prefill(tree, kind):
+    target = tiny_target("llama", num_hidden_layers=7)
     prompt, params = random_tokens(28, 13), SamplingParams(temperature=0.0, max_tokens=40)
     text = prompt + plain_tokens(target, prompt, params)
-    knowing = oracle_drafter(target, text, ranks=[0, 1, 0, 0, 2, 0, 5])
     # The real drafter writes the cache, the knowing one decides what is drafted, so that paths of all lengths are accepted.
-    drafter.head_topk = lambda features, top_k: logits_topk(knowing.logits(knowing_features), top_k)
-    original = drafter.forward
-
-    def forward(token_ids, features, position_ids, *args, **kwargs):
-        nonlocal knowing_features
-        knowing_features = knowing.forward(token_ids, features, position_ids, *args, **kwargs)
-        if kwargs.get("packed_ancestor_mask") is None and len(args) < 4:
-            last = engine.state.num_pending[:1] - 1
-            knowing_features = knowing_features[:, last]
-        return original(token_ids, features, position_ids, *args, **kwargs)
-
-    knowing_features = None
-    drafter.forward = forward
+    drafter = oracle_drafter(target, text, ranks=[0, 1, 0, 0, 2, 0, 5], drafter=DRAFTERS[kind](target))
     engine = make_engine(target, drafter, **TREES[tree])
     engine.add_request(prompt, params)
     engine._admit()

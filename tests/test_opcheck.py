@@ -42,6 +42,7 @@ def make_cases() -> dict[str, list[tuple[object, ...]]]:
         "expert_linear": [(x, experts.data, torch.tensor([0, 3, 1], dtype=torch.int32), 37, torch.empty(3, 37))],
         "embedding": [(ids(5), fp32.data, 37, torch.empty(5, 20)), (ids(5), bf16.data, 37, torch.empty(5, 20))],
         "rms_norm": [(x, torch.randn(20), 1e-5, None, torch.empty(3, 20)), (x, torch.randn(20), 1e-5, torch.randn(3, 20), torch.empty(3, 20))],
+        "copy_rows": [(x, torch.empty(3, 60)[:, 20:40])],
         "silu_mul": [(x, torch.empty(3, 10))],
         "route_experts": [(x, True, torch.empty(3, 2), torch.empty(3, 2, dtype=torch.int32))],
         "rope_store_kv": [(q.clone(), k, v, ids(2, 6), make_rope_table(9, 16), *cache.copy(), 0)],

@@ -12,7 +12,7 @@ import torch
 from eagle_engine import SamplingParams
 from eagle_kernels import Accepted, filter_probs, reference, uniform_noise
 from scipy.stats import chi2
-from tiny_engines import make_engine, random_drafter, tiny_target
+from tiny_engines import make_engine, random_drafter, random_eagle3, tiny_target
 
 VOCAB, LENGTH, LEVEL = 6, 3, 1e-4
 PROMPT = [3, 1, 4, 1, 5]
@@ -27,7 +27,7 @@ ENGINES = {
 
 @cache
 def small_target():
-    return tiny_target("llama", vocab_size=VOCAB, num_hidden_layers=1)
+    return tiny_target("llama", vocab_size=VOCAB, num_hidden_layers=2)
 
 
 @cache
@@ -101,11 +101,27 @@ def test_drafts_are_accepted(name):
     assert stats.acceptance_length > 1.2
 
 
-def test_rejection_with_a_reduced_draft_vocabulary():
-    drafter = random_drafter(small_target(), draft_vocab=torch.tensor([5, 0, 3, 2]))
-    engine = make_engine(small_target(), drafter, max_batch_size=256, max_model_len=16, **ENGINES["rejection-static"])
+def eagle3(draft_vocab_size: int, **options):
+    """All that the target of two layers has to capture."""
+    layers = dict(eagle_aux_hidden_state_layer_ids=[0, 1, 2], eagle_aux_hidden_state_layer_id_convention="input")
+    return random_eagle3(small_target(), draft_vocab_size=draft_vocab_size, **layers, **options)
+
+
+PARTIAL = {
+    "eagle-1": lambda: random_drafter(small_target(), draft_vocab=torch.tensor([5, 0, 3, 2])),
+    "eagle-3": lambda: eagle3(4),
+    "eagle-3.1-whole-vocabulary": lambda: eagle3(VOCAB, fc_norm=True, norm_output=True),
+}
+
+
+@pytest.mark.parametrize("name", ["rejection-chain", "rejection-static", "exact-dynamic"])
+@pytest.mark.parametrize("kind", PARTIAL)
+def test_with_a_vocabulary_of_the_drafters_own(kind, name):
+    engine = make_engine(small_target(), PARTIAL[kind](), max_batch_size=256, max_model_len=16, **ENGINES[name])
     params = [SamplingParams(temperature=1.0, seed=i, max_tokens=LENGTH) for i in range(2048)]
-    samples = [tuple(output.token_ids) for output in engine.generate([PROMPT] * 2048, params)]
+    outputs = engine.generate([PROMPT] * 2048, params)
+    samples = [tuple(output.token_ids) for output in outputs]
+    assert sum(output.stats.acceptance_length for output in outputs) > 1.1 * len(outputs)  # drafts are accepted, and some are not
     assert chi_square_p_value(samples, exact_distribution(1.0, 0, 1.0, 0.0)) > LEVEL
 
 

@@ -88,19 +88,26 @@ def test_head_topk(dtype: torch.dtype, isa: str, restore_num_threads: None) -> N
 
 
 @pytest.mark.parametrize("hidden_size", [7, 100, 576, 2049])
-def test_rms_norm_and_silu_mul(hidden_size: int, isa: str, restore_num_threads: None) -> None:
+def test_rms_norm_silu_mul_and_copy_rows(hidden_size: int, isa: str, restore_num_threads: None) -> None:
     x, residual, weight = torch.randn(70, hidden_size), torch.randn(70, hidden_size), torch.randn(hidden_size)
     gate_up = torch.randn(70, 2 * hidden_size)
     ops = [
         lambda rows: rms_norm(x[rows], weight, 1e-5),
         lambda rows: rms_norm(x[rows], weight, 1e-5, residual[rows].clone()),
         lambda rows: silu_mul(gate_up[rows]),
+        lambda rows: copied(x[rows]),
     ]
     for op in ops:
         expected = torch.cat([with_threads(1, lambda: op(slice(m, m + 1))) for m in range(70)])
         for num_threads in (1, 2):
             for rows in (slice(0, 2), slice(3, 36), slice(0, 70)):
                 assert_exact(with_threads(num_threads, lambda: op(rows)), expected[rows])
+
+
+def copied(x: torch.Tensor) -> torch.Tensor:
+    out = torch.full((len(x), 3 * x.shape[1]), float("nan"))
+    eagle_kernels.copy_rows(x, out[:, x.shape[1] : 2 * x.shape[1]])
+    return out
 
 
 def test_sample_and_expand(isa: str, restore_num_threads: None) -> None:

@@ -12,9 +12,10 @@ from eagle_engine import EagleConfig, Engine, SamplingParams
 from eagle_engine.graphs import batch_buckets
 from eagle_engine.step import PhaseTimer, prefill, run_step
 from torch.utils._python_dispatch import TorchDispatchMode
-from eagle_engine.drafter import Drafter, DrafterConfig
+from eagle_engine.drafter import Drafter
+from eagle_engine.drafter_format import parse_drafter_config
 from eagle_engine.target import TargetModel
-from tiny_engines import TREES, bigram_drafter, drafter_config, make_engine, oracle_drafter, plain_tokens, random_drafter, rows_weights, tiny_target
+from tiny_engines import TREES, bigram_drafter, drafter_config, eagle3_config, make_engine, oracle_drafter, plain_tokens, random_drafter, rows_weights, tiny_target
 from tiny_targets import CASES, random_tokens
 
 
@@ -209,15 +210,15 @@ class LaunchCounter(TorchDispatchMode):
         return result
 
 
-def engine_without_data(tree: dict, draft_vocab: int | None = None, **options) -> Engine:
+def engine_without_data(tree: dict, draft_vocab: int | None = None, drafter: dict | None = None, **options) -> Engine:
     """An engine as it is on CUDA, weights as rows and activations in bf16, whose tensors hold no data: their device is "meta"."""
     # Matrices are bf16 there, norms and biases fp32 as they are loaded.
     weights = {name: torch.empty(tensor.shape, dtype=torch.bfloat16 if tensor.dim() == 2 else torch.float32, device="meta") for name, tensor in WEIGHTS.items()}
     target = TargetModel(CONFIG, weights, 512, deterministic=options.pop("deterministic", False))
-    drafter = None
+    drafter_of, drafter = drafter or DRAFTER_CONFIG, None
     if tree is not None:
-        drafter_config = DrafterConfig.from_dict(DRAFTER_CONFIG)
-        tensors = {name: torch.empty(shape) for name, shape in drafter_config.expected_tensors().items()}
+        drafter_config = parse_drafter_config(drafter_of)
+        tensors = {name: torch.empty(shape, dtype={"d2t": torch.int64, "t2d": torch.bool}.get(name)) for name, shape in drafter_config.expected_tensors().items()}
         drafter = Drafter(drafter_config, tensors, target, max_positions=512, draft_vocab=None if draft_vocab is None else torch.arange(draft_vocab))
     return Engine(target, drafter, None, EagleConfig(max_model_len=160, page_size=8, enforce_eager=True, **(tree or {}), **options), eos_token_ids=())
 
@@ -231,20 +232,31 @@ DRAFTER_CONFIG = drafter_config(tiny_target("llama"))
 GLUE_BUDGET = 10
 
 
+# Three states of the target of two layers are all that it has.
+EAGLE3_CONFIG = eagle3_config(tiny_target("llama"), eagle_aux_hidden_state_layer_ids=[0, 1, 2], eagle_aux_hidden_state_layer_id_convention="input")
+DRAFTERS = {"eagle-1": DRAFTER_CONFIG, "eagle-3": EAGLE3_CONFIG, "eagle-3.1": EAGLE3_CONFIG | dict(fc_norm=True, norm_output=True)}
+# Of one draft forward. EAGLE-1: embedding, concatenation, fc, qkv, rope, attention, o, norm, gate_up, silu, down, addition; EAGLE-3: two norms in place of fc.
+FORWARD_LAUNCHES = {"eagle-1": 12, "eagle-3": 13, "eagle-3.1": 14}  # 3.1: the final norm is part of the layer
+HEAD_LAUNCHES = {"eagle-1": 0, "eagle-3": 1, "eagle-3.1": 0}  # the final norm, before each head
+FUSE_LAUNCHES = {"eagle-1": 0, "eagle-3": 1, "eagle-3.1": 1 + 3 + 3 + 1}  # fc; before it three norms of three copies, and their concatenation
+
+
 @pytest.mark.parametrize("deterministic", [False, True], ids=["fast", "deterministic"])
+@pytest.mark.parametrize("kind", DRAFTERS)
 @pytest.mark.parametrize("tree", ["plain", *TREES])
-def test_a_step_never_asks_the_host_and_keeps_its_launch_budget(tree: str, deterministic: bool) -> None:
+def test_a_step_never_asks_the_host_and_keeps_its_launch_budget(tree: str, kind: str, deterministic: bool) -> None:
     """Tensors without data know dtypes, shapes and their device: reading a value, a tensor left on the CPU, or a result whose shape hangs on data raises."""
-    engine = engine_without_data(None if tree == "plain" else TREES[tree], deterministic=deterministic)
+    engine = engine_without_data(None if tree == "plain" else TREES[tree], drafter=DRAFTERS[kind], deterministic=deterministic)
     shape, layers = engine.models.shape, engine.models.target.config.num_layers
     with torch.inference_mode(), LaunchCounter() as counter:
         run_step(engine.models, engine.state, 2, PhaseTimer())
     launches = counter.launches
     # Per layer: two norms, qkv, rope, attention, o, gate_up, silu, down; then embedding, final norm, head.
-    target_launches = 9 * layers + 3
+    target_launches = 9 * layers + 3 + launches["eagle_kernels.copy_rows"]
+    assert launches["eagle_kernels.copy_rows"] == (0 if kind == "eagle-1" or tree == "plain" else 3)
     forwards = 1 + sum(level.next_size > 0 for level in shape.levels) if shape.levels else 0
-    # Embedding, concatenation, fc, qkv, rope, attention, o, norm, gate_up, silu, down, addition; head_topk and expand_topk for each level.
-    draft_launches = 12 * forwards + 2 * len(shape.levels)
+    # head_topk and expand_topk for each level.
+    draft_launches = FORWARD_LAUNCHES[kind] * forwards + (2 + HEAD_LAUNCHES[kind]) * len(shape.levels) + FUSE_LAUNCHES[kind] * bool(forwards)
     total = sum(launches.values())
     assert total - target_launches - draft_launches <= GLUE_BUDGET, dict(launches)
     assert launches["eagle_kernels.rerank"] == launches["eagle_kernels.sample"] == launches["eagle_kernels.accept"] == 1
@@ -252,10 +264,10 @@ def test_a_step_never_asks_the_host_and_keeps_its_launch_budget(tree: str, deter
     assert launches["eagle_kernels.expand_topk"] == launches["eagle_kernels.head_topk"] == len(shape.levels)
 
 
-@pytest.mark.parametrize("draft_vocab", [None, 40], ids=["whole-vocabulary", "draft-vocabulary"])
+@pytest.mark.parametrize("kind, draft_vocab", [("eagle-1", None), ("eagle-1", 40), ("eagle-3", None)], ids=["whole-vocabulary", "draft-vocabulary", "eagle-3"])
 @pytest.mark.parametrize("tree", ["static", "chain"])
-def test_a_step_of_rejection_sampling_never_asks_the_host(tree: str, draft_vocab: int | None) -> None:
-    engine = engine_without_data(TREES[tree], acceptance="rejection", draft_vocab=draft_vocab)
+def test_a_step_of_rejection_sampling_never_asks_the_host(tree: str, kind: str, draft_vocab: int | None) -> None:
+    engine = engine_without_data(TREES[tree], acceptance="rejection", draft_vocab=draft_vocab, drafter=DRAFTERS[kind])
     with torch.inference_mode(), LaunchCounter() as counter:
         run_step(engine.models, engine.state, 2, PhaseTimer())
     assert counter.launches["eagle_kernels.accept_rejection"] == 1

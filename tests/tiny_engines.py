@@ -9,7 +9,8 @@ from pathlib import Path
 import torch
 from eagle_engine import EagleConfig, Engine, SamplingParams
 from eagle_engine.checkpoint import open_checkpoint
-from eagle_engine.drafter import Drafter, DrafterConfig
+from eagle_engine.drafter import Drafter
+from eagle_engine.drafter_format import parse_drafter_config
 from eagle_engine.target import TargetModel
 from eagle_engine.tree_shape import PLAIN
 from eagle_kernels import HeadTopK, PackedWeight, logits_topk, unpack_weight
@@ -50,31 +51,70 @@ def drafter_config(target: TargetModel, **options) -> dict:
 
 
 def random_tensors(config: dict, *, scale: float = 0.15, embeddings: bool = False, seed: int = 0) -> dict[str, Tensor]:
+    """Every tensor that a drafter with this config.json must have, under the names of the published files."""
     generator = torch.Generator().manual_seed(seed)
-    parsed = DrafterConfig.from_dict(config)
+    parsed = parse_drafter_config(config)
     shapes = parsed.expected_tensors() | ({"embed_tokens.weight": parsed.optional_tensors()["embed_tokens.weight"]} if embeddings else {})
-    return {name: (1.0 if "layernorm" in name else 0.0) + scale * torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    tensors = {name: (1.0 if "norm" in name else 0.0) + scale * torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    if parsed.has_own_vocab:
+        vocab_size, draft_vocab_size = parsed.layer.vocab_size, parsed.draft_vocab_size
+        ids = torch.randperm(vocab_size, generator=generator)[:draft_vocab_size].sort().values
+        tensors |= {"d2t": ids - torch.arange(draft_vocab_size), "t2d": torch.zeros(vocab_size, dtype=torch.bool).index_fill(0, ids, True)}
+    return tensors
 
 
 def random_drafter(target: TargetModel, *, draft_vocab: Tensor | None = None, **options) -> Drafter:
-    config = drafter_config(target, **options)
-    return Drafter(DrafterConfig.from_dict(config), random_tensors(config), target, max_positions=target.max_positions, draft_vocab=draft_vocab)
+    return make_drafter(target, drafter_config(target, **options), draft_vocab=draft_vocab)
+
+
+def eagle3_config(target: TargetModel, **options) -> dict:
+    """config.json of an EAGLE-3 drafter for this target, which takes the default captured states: the target needs 7 layers."""
+    return drafter_config(target) | {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 57} | options
+
+
+def random_eagle3(target: TargetModel, **options) -> Drafter:
+    return make_drafter(target, eagle3_config(target, **options))
+
+
+def make_drafter(target: TargetModel, config: dict, *, draft_vocab: Tensor | None = None, edit=None) -> Drafter:
+    """edit is called with the tensors before the drafter is made of them."""
+    tensors = random_tensors(config)
+    if edit is not None:
+        edit(tensors)
+    return Drafter(parse_drafter_config(config), tensors, target, max_positions=target.max_positions, draft_vocab=draft_vocab)
+
+
+# Drafters of every kind for a target of 7 layers or more.
+DRAFTERS = {
+    "eagle-1": random_drafter,
+    "eagle-3": random_eagle3,
+    "eagle-3-whole-vocabulary": lambda target: random_eagle3(target, draft_vocab_size=target.config.vocab_size),
+    "eagle-3.1": lambda target: random_eagle3(target, fc_norm=True, norm_output=True, norm_before_residual=True),
+    "eagle-3.1-norm-before-fc": lambda target: random_eagle3(target, norm_before_fc=True),
+    "eagle-3-narrow": lambda target: random_eagle3(target, hidden_size=32, target_hidden_size=target.config.hidden_size),
+}
 
 
 class KnowingDrafter:
     """Stands in for a Drafter and drafts from a table instead of a model: `predict(last token, its position) -> [V] logits`.
 
     Its "features" carry the token and the position through the engine, so a wrong gather anywhere shows as a wrong draft.
+
+    drafter  runs too: it writes its cache, takes its states, and drafts are from its vocabulary; None: nothing runs
     """
 
-    def __init__(self, target: TargetModel, predict) -> None:
-        self.config = random_drafter(target).config
-        self.hidden_size, self.vocab_size = target.config.hidden_size, target.config.vocab_size
-        self.draft_to_target = None
-        self.predict = predict
+    def __init__(self, target: TargetModel, predict, drafter: Drafter | None = None) -> None:
+        self.predict, self.drafter = predict, drafter
+        like = drafter or random_drafter(target)
+        self.config, self.hidden_size = like.config, like.config.layer.hidden_size
+        self.captured_layers, self.fuse = like.captured_layers, like.fuse
+        self.vocab_size, self.draft_to_target = like.vocab_size, like.draft_to_target
 
     def forward(self, token_ids, features, position_ids, cache, seq_lens, page_table, packed_ancestor_mask=None, row_offset=0) -> Tensor:
-        out = torch.zeros(*token_ids.shape, self.hidden_size)
+        if self.drafter is None:
+            out = torch.zeros(*token_ids.shape, self.hidden_size)
+        else:
+            out = self.drafter.forward(token_ids, features, position_ids, cache, seq_lens, page_table, packed_ancestor_mask, row_offset)
         out[..., 0], out[..., 1] = token_ids, position_ids + 1
         return out
 
@@ -83,10 +123,12 @@ class KnowingDrafter:
 
     def logits(self, features: Tensor) -> Tensor:
         rows = [self.predict(int(row[0]), int(row[1])) for row in features.reshape(-1, self.hidden_size)]
+        if self.draft_to_target is not None:
+            rows = [row[self.draft_to_target] for row in rows]
         return torch.stack(rows).view(*features.shape[:-1], self.vocab_size)
 
 
-def oracle_drafter(target: TargetModel, text: list[int], ranks: list[int] | None = None) -> KnowingDrafter:
+def oracle_drafter(target: TargetModel, text: list[int], ranks: list[int] | None = None, drafter: Drafter | None = None) -> KnowingDrafter:
     """Knows the whole text. The true next token has rank ranks[position % len(ranks)] among its drafts (default always first)."""
 
     def predict(_token: int, position: int) -> Tensor:
@@ -98,16 +140,16 @@ def oracle_drafter(target: TargetModel, text: list[int], ranks: list[int] | None
             logits[text[position + 1]] = 8.0 if rank else 9.0
         return logits
 
-    return KnowingDrafter(target, predict)
+    return KnowingDrafter(target, predict, drafter)
 
 
-def bigram_drafter(target: TargetModel, texts: list[list[int]]) -> KnowingDrafter:
+def bigram_drafter(target: TargetModel, texts: list[list[int]], drafter: Drafter | None = None) -> KnowingDrafter:
     """Drafts what followed a token somewhere in the texts: right often, not always."""
     table = torch.zeros(target.config.vocab_size, target.config.vocab_size)
     for text in texts:
         for a, b in zip(text, text[1:]):
             table[a, b] += 1.0
-    return KnowingDrafter(target, lambda token, _position: table[token])
+    return KnowingDrafter(target, lambda token, _position: table[token], drafter)
 
 
 def make_engine(target: TargetModel, drafter, tokenizer=None, *, eos: tuple[int, ...] = (), **options) -> Engine:

@@ -9,6 +9,7 @@ from types import UnionType
 from typing import get_args, get_origin, get_type_hints
 
 from eagle_engine.config import ACCEPTANCE_RULES, TREES, EagleConfig
+from eagle_engine.drafter_config import LAYER_ID_CONVENTIONS
 from eagle_engine.errors import EagleError
 from eagle_engine.evaluation import SUITES
 from eagle_engine.training.config import TrainConfig
@@ -114,6 +115,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     sub.add_argument("--target", default="demo", metavar="MODEL", help="as for generate, or none (default: %(default)s)")
     sub.add_argument("--draft", default="auto", metavar="DRAFTER", help="a drafter directory, a hub id, none, or auto: the demo's with the demo target, else none (default: %(default)s)")
+    _layer_ids(sub)
 
     sub = command(
         "train",
@@ -158,12 +160,18 @@ def _models(sub: argparse.ArgumentParser, batch: bool = True) -> None:
     group.add_argument("--enforce-eager", action="store_true", help="run every step from Python instead of replaying a recording or a captured graph")
     vocab = "draft only the N most frequent tokens, or those in a file; all; auto: the most frequent for the demo's drafter, else all"
     group.add_argument("--draft-vocab", type=_draft_vocab, default="auto", metavar="N|FILE|all", help=vocab)
+    _layer_ids(group)
     group.add_argument("--threads", type=int, metavar="N", help="default: one for each core")
     group.add_argument("--max-model-len", type=int, metavar="N", help="most tokens of prompt and answer together (default: what the model was made for, at most 8192)")
     if batch:
         group.add_argument("--batch-size", type=int, default=1, metavar="N", help="prompts that are answered together (default: %(default)s)")
     else:
         sub.set_defaults(batch_size=1)
+
+
+def _layer_ids(group) -> None:
+    text = "what the captured layers' ids of an EAGLE-3 drafter count where its config.json lists some and does not say: inputs of those layers (vLLM) or outputs (SGLang)"
+    group.add_argument("--draft-layer-ids", choices=LAYER_ID_CONVENTIONS, help=text)
 
 
 def _tree(sub: argparse.ArgumentParser) -> None:

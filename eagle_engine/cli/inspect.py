@@ -10,7 +10,9 @@ from typing import Any
 from eagle_engine.checkpoint import Checkpoint, open_checkpoint
 from eagle_engine.cli.common import print_json, show_progress
 from eagle_engine.demo import demo_target_path
-from eagle_engine.drafter import RANKING_FILE, DrafterConfig, read_drafter, read_token_ids
+from eagle_engine.drafter import RANKING_FILE
+from eagle_engine.drafter_checkpoint import read_drafter, read_token_ids
+from eagle_engine.drafter_config import FLAGS, DrafterConfig, misfits
 from eagle_engine.loading import DEMO, drafter_path
 from eagle_engine.errors import EagleError
 from eagle_engine.model_config import ModelConfig
@@ -27,13 +29,13 @@ def run(args: argparse.Namespace) -> int:
     else:
         draft_path = drafter_path(args.draft, args.target == DEMO)
     if draft_path is not None:
-        config, tensors = read_drafter(draft_path)
-        draft = describe_drafter(draft_path, config, tensors)
+        config, tensors = read_drafter(draft_path, args.draft_layer_ids)
+        draft = describe_drafter(draft_path, config, tensors, None if target is None else checkpoint.config)
     if target is None and draft is None:
         raise EagleError("nothing to inspect: give --target, --draft or both")
     result: dict[str, Any] = {"target": target, "draft": draft}
     if target is not None and draft is not None:
-        reasons = misfits(checkpoint.config, config.layer)
+        reasons = misfits(config, checkpoint.config)
         result |= {"fits": not reasons, "reason": "; ".join(reasons) or None}
     if args.json:
         print_json(result)
@@ -61,33 +63,41 @@ def describe_target(checkpoint: Checkpoint) -> dict[str, Any]:
     }
 
 
-def describe_drafter(path: Path, config: DrafterConfig, tensors: dict) -> dict[str, Any]:
-    """tensors: name -> tensor, as `read_drafter` returns them."""
+def describe_drafter(path: Path, config: DrafterConfig, tensors: dict, target: ModelConfig | None) -> dict[str, Any]:
+    """tensors: name -> tensor, as `read_drafter` returns them; target: says which layers are captured where the drafter takes the default ones."""
     layer = config.layer
     ranking = None
     if (path / RANKING_FILE).is_file():
         ranking = len(read_token_ids(path / RANKING_FILE, layer.vocab_size))
     return {
         "path": str(path),
-        "version": "EAGLE-1/2",
+        "version": _version(config),
         "parameters": sum(tensor.numel() for tensor in tensors.values()),
         "dtype": _join(str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()),
         **_sizes(layer),
-        "fc_bias": config.bias,
-        "qkv_bias": config.qkv_bias,
+        **(_eagle3(config, target) if config.version == 3 else {"fc_bias": config.bias, "qkv_bias": config.qkv_bias}),
         "embeddings": "own" if "embed_tokens.weight" in tensors else "target's",
         "head": "own" if "lm_head.weight" in tensors else "target's",
         "ranked_tokens": ranking,
     }
 
 
-def misfits(target: ModelConfig, drafter: ModelConfig) -> list[str]:
-    """Why a drafter cannot serve a target; empty when it can."""
-    return [
-        f"{name} of the drafter is {getattr(drafter, name)}, of the target {getattr(target, name)}: it was made for another target"
-        for name in ("hidden_size", "vocab_size")
-        if getattr(drafter, name) != getattr(target, name)
-    ]
+def _version(config: DrafterConfig) -> str:
+    if config.version == 1:
+        return "EAGLE-1/2"
+    return "EAGLE-3.1" if any(getattr(config, name) for name in FLAGS) else "EAGLE-3"
+
+
+def _eagle3(config: DrafterConfig, target: ModelConfig | None) -> dict[str, Any]:
+    ids = config.captured_layer_ids
+    if ids is None and target is not None and not misfits(config, target):
+        ids = config.captured_layers(target.num_layers)
+    return {
+        "target_hidden_size": config.target_hidden_size,
+        "draft_vocab_size": config.draft_vocab_size,
+        "captured_states": "inputs of layers " + ("2, N // 2 and N - 3 of N" if ids is None else ", ".join(map(str, ids))),
+        "flags": [name for name in FLAGS if getattr(config, name)],
+    }
 
 
 def _sizes(config: ModelConfig) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from eagle_engine.checkpoint import Checkpoint, open_checkpoint
 from eagle_engine.demo import demo_target_path
-from eagle_engine.drafter import read_drafter
+from eagle_engine.drafter_checkpoint import read_drafter
 from eagle_engine.drafter_config import DrafterConfig
 from eagle_engine.errors import EagleError
 from eagle_engine.loading import DEMO, weights_dtype

@@ -5,6 +5,7 @@ from .accept_rejection import accept_rejection
 from .advance import advance
 from .ancestor_mask import pack_ancestor_mask, unpack_ancestor_mask
 from .compact import compact
+from .copy_rows import copy_rows
 from .expand import expand
 from .expand_topk import expand_topk
 from .gumbel_noise import gumbel_noise, uniform_noise
@@ -22,6 +23,7 @@ __all__ = [
     "accept_rejection",
     "advance",
     "compact",
+    "copy_rows",
     "draw_children",
     "embedding",
     "expand",
