@@ -122,7 +122,7 @@ class TrainConfig:
 
 
 # Settings that a run may change when it goes on; all others decide what its checkpoints mean.
-MAY_CHANGE = ("out", "data", "answer_batch_size", "checkpoint_steps", "evaluate_steps", "log_steps", "stop_after_minutes", "measure_prompts", "device", "threads", "states", "states_directory", "num_prompts", "target")
+MAY_CHANGE = ("out", "data", "epochs", "answer_batch_size", "checkpoint_steps", "evaluate_steps", "log_steps", "stop_after_minutes", "measure_prompts", "device", "threads", "states", "states_directory", "num_prompts", "target")
 
 
 def check_same_run(config: TrainConfig, recorded: dict[str, Any], where: Path) -> None:

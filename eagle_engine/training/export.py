@@ -14,6 +14,7 @@ from torch import Tensor
 
 from eagle_engine.drafter_config import DrafterConfig
 from eagle_engine.errors import EagleError
+from eagle_engine.training.model import stored_dtype
 
 RANKING_FILE = "token_ranking.npy"
 _RANKED = 32768
@@ -33,6 +34,7 @@ def export(directory: Path, config: DrafterConfig, weights: dict[str, Tensor], d
     """Write config.json and model.safetensors, and for EAGLE-1/2 the ranking of tokens that a smaller draft vocabulary is cut from. The directory appears under its name when it is complete.
 
     weights      published name -> tensor
+    dtype        of the matrices; in eight bits config.json says float16, in which readers are to compute
     draft_vocab  [Vd] int64 ascending; d2t and t2d of EAGLE-3 are made from it
     """
     partial = directory.with_name(directory.name + ".partial")
@@ -41,15 +43,14 @@ def export(directory: Path, config: DrafterConfig, weights: dict[str, Tensor], d
     stored = getattr(torch, dtype)
     tensors = {}
     for name, weight in weights.items():
-        # Norms and biases are small and are kept in 16 bits at least.
-        tensors[name] = weight.detach().cpu().to(stored if weight.dim() > 1 or stored.itemsize > 1 else torch.float16).contiguous()
+        tensors[name] = weight.detach().cpu().to(stored_dtype(weight, stored)).contiguous()
         if not bool(torch.isfinite(tensors[name].float()).all()):
             raise EagleError(f"weight {name} is not finite in {dtype}: export in another dtype")
     if config.has_own_vocab:
         tensors["d2t"] = draft_vocab - torch.arange(len(draft_vocab))
         tensors["t2d"] = torch.zeros(config.layer.vocab_size, dtype=torch.bool).index_fill(0, draft_vocab, True)
     save_file(tensors, partial / "model.safetensors", metadata={"format": "pt"})
-    (partial / "config.json").write_text(json.dumps(config.to_dict(dtype), indent=1) + "\n")
+    (partial / "config.json").write_text(json.dumps(config.to_dict(dtype if stored.itemsize > 1 else "float16"), indent=1) + "\n")
     if config.version == 1:
         np.save(partial / RANKING_FILE, ranked(counts)[: min(_RANKED, int((counts > 0).sum()))].astype(np.int32))
     old = directory.with_name(directory.name + ".old")

@@ -34,7 +34,9 @@ class TrainableDrafter(nn.Module):
     def prepare(self) -> None:
         """Round the weights for the forwards that follow, up to the next call: once for all unrolled steps."""
         dtype = torch.get_autocast_dtype(self._device_type()) if torch.is_autocast_enabled(self._device_type()) else torch.float32
-        self._prepared = {name: _Rounded.apply(weight, self.weight_dtype, dtype) if weight.dim() > 1 else weight for name, weight in self.named_weights().items()}
+        self._prepared = {
+            name: _Rounded.apply(weight, stored_dtype(weight, self.weight_dtype), dtype if weight.dim() > 1 else torch.float32) for name, weight in self.named_weights().items()
+        }
 
     def _device_type(self) -> str:
         return next(self.parameters()).device.type
@@ -56,6 +58,10 @@ class TrainableDrafter(nn.Module):
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate) * up
 
+    def embed(self, token_ids: Tensor, target_embedding: Tensor) -> Tensor:
+        """Its own embedding where it has one, the target's otherwise."""
+        return F.embedding(token_ids, self._prepared.get("embed_tokens.weight", target_embedding)).float()
+
     def fuse(self, states: Tensor) -> Tensor:
         return fuse(self, self.config, states)
 
@@ -66,6 +72,11 @@ class TrainableDrafter(nn.Module):
         """features [..., H] -> [..., Vd]; target_head [Vd, H]: the target's rows of the draft vocabulary, which EAGLE-1/2 uses."""
         x = head_input(self, self.config, features)
         return F.linear(x, target_head) if self.config.version == 1 else self.linear(x, "lm_head")
+
+
+def stored_dtype(weight: Tensor, dtype: torch.dtype) -> torch.dtype:
+    """What a weight is stored in: norms and biases, which are small, in 16 bits at least."""
+    return dtype if weight.dim() > 1 or dtype.itemsize > 1 else torch.float16
 
 
 class _Rounded(torch.autograd.Function):

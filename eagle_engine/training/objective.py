@@ -62,7 +62,7 @@ class UnrolledObjective(nn.Module):
     EAGLE-1/2 as published: steps 1, token_weight 0.1, feature_weight 1. EAGLE-3: steps 7, decay 0.8, token_weight 1, feature_weight 0. Dividing by the number of all positions, not by that of the
     supervised ones, gives every token the same weight however a batch is cut into parts.
 
-    embedding    [V, H], the drafter's, frozen
+    embedding    [V, Ht], the target's, frozen; a drafter that is narrower has one of its own, which is trained
     target_head  [Vd, Ht], rows of the target's head
     draft_vocab  [Vd] int64, the target's ids of the draft vocabulary, ascending; None: the whole vocabulary
     row_length   L of the loss, when batches are cut to their longest row; None: that of the batch
@@ -108,7 +108,7 @@ class UnrolledObjective(nn.Module):
         loss = torch.zeros((), device=states.device)
         sums: list[Tensor] = []
         for step in range(self.steps):
-            features = drafter.layer(F.embedding(_shifted(batch.tokens, 1 + step), self.embedding).float(), features, attend)
+            features = drafter.layer(drafter.embed(_shifted(batch.tokens, 1 + step), self.embedding), features, attend)
             fed = _shifted(taught, 1 + step) & (_shifted(batch.documents, 1 + step, -1) == batch.documents)
             row, place = fed.nonzero(as_tuple=True)
             predicted, at = features[row, place], number[row, place + 1 + step]

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedDataParallelKwargs
+from accelerate.utils import DistributedDataParallelKwargs, DistributedType
 from torch import Tensor
 
 from eagle_engine.checkpoint import Checkpoint, open_checkpoint
@@ -53,6 +54,8 @@ def train(config: TrainConfig, *, progress: bool = True, say=print) -> Outcome:
         raise EagleError("device cuda was asked for, but torch finds no GPU; use device cpu or auto")
     bf16 = config.precision == "bfloat16" or (config.precision == "auto" and not on_cpu)
     accelerator = Accelerator(cpu=on_cpu, mixed_precision="bf16" if bf16 else "no", kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)])
+    if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true" and accelerator.distributed_type != DistributedType.FSDP:
+        raise EagleError(f"FSDP was asked for, but this is one process or has no GPU, and accelerate runs as {accelerator.distributed_type.value}: use several GPUs, or leave FSDP out")
     say = say if accelerator.is_main_process else lambda line: None
     progress = progress and accelerator.is_main_process
     _check_settings(config, out, accelerator)
