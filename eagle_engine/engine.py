@@ -5,7 +5,9 @@ from __future__ import annotations
 import secrets
 from collections import deque
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,6 +21,7 @@ from eagle_engine.errors import EagleError
 from eagle_engine.graphs import CudaGraphs, GraphApi, StepGraphs, VerifyGraphs
 from eagle_engine.kv_cache import PagePool, make_kv_cache
 from eagle_engine.loading import DEMO, config_of, default_max_model_len, load_models, slack_rows
+from eagle_engine.observation import Observer
 from eagle_engine.outputs import RequestOutput, TextDelta
 from eagle_engine.prefill_attention import longest_chunk
 from eagle_engine.request import Request
@@ -95,6 +98,7 @@ class Engine:
         self.timer = PhaseTimer()
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
+        self._observer: Observer | None = None
         self._undelivered: list[RequestOutput] = []
         self._next_id = 0
 
@@ -150,6 +154,25 @@ class Engine:
     def plain(self) -> Engine:
         """An engine of plain decoding on the same target, weights shared."""
         return Engine(self.models.target, None, self.tokenizer, self.config, eos_token_ids=tuple(self.eos_token_ids), graph_api=self._graphs.api if self._graphs else None)
+
+    @property
+    def captures_steps(self) -> bool:
+        """Whether steps are replayed from captured graphs (CUDA without enforce_eager)."""
+        return self._graphs is not None
+
+    @contextmanager
+    def observing(self, observer: Observer) -> Iterator[None]:
+        """Inside the block, observer(request_ids, trees) is called after every step with an `ObservedTree` of each running request.
+
+        EagleError where steps are captured (CUDA without enforce_eager): nobody can look into a graph that is replayed.
+        """
+        if self.captures_steps:
+            raise EagleError("an observer needs steps that run from Python: set enforce_eager (--enforce-eager)")
+        before, self._observer = self._observer, observer
+        try:
+            yield
+        finally:
+            self._observer = before
 
     def generate(
         self, prompts: Prompt | list[Prompt], sampling_params: SamplingParams | list[SamplingParams] | None = None, *, progress: bool = False
@@ -239,7 +262,8 @@ class Engine:
             return
         batch = len(self._running)
         if self._graphs is None:
-            run_step(self.models, self.state, batch, self.timer)
+            observe = None if self._observer is None else partial(self._observer, [request.request_id for request in self._running])
+            run_step(self.models, self.state, batch, self.timer, observe)
             self._deliver(self._running, self.state.output_ring[:batch])
         else:
             # What is read is the step before: the one that runs while a sequence turns out to have ended is thrown away.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from eagle_engine.drafter import Drafter
 from eagle_engine.graphs import VerifyGraphs, forward_tree
+from eagle_engine.observation import ObservedTree, observed_trees
 from eagle_engine.state import DecodeState
 from eagle_engine.target import TargetModel
 from eagle_engine.tree_shape import TreeShape
@@ -55,11 +57,11 @@ class Models(NamedTuple):
         return () if self.drafter is None else self.drafter.captured_layers
 
 
-def run_step(models: Models, state: DecodeState, batch: int, timer: PhaseTimer) -> Accepted:
+def run_step(models: Models, state: DecodeState, batch: int, timer: PhaseTimer, observe: Callable[[list[ObservedTree]], None] | None = None) -> Accepted:
     """Advance the first `batch` slots by one draft-and-verify cycle.
 
     Afterwards output_ring and pending_tokens hold the emitted tokens of each sequence and num_pending their number; a token -1 says that the target's logits at that place are not
-    usable (NaN, or nothing above -inf). A sequence that emits one of its stop tokens becomes inactive.
+    usable (NaN, or nothing above -inf). A sequence that emits one of its stop tokens becomes inactive. `observe` is given the step's trees at its end, on the host: eager steps only.
     """
     timer.start()
     if models.shape.levels:
@@ -70,10 +72,12 @@ def run_step(models: Models, state: DecodeState, batch: int, timer: PhaseTimer) 
     timer.lap("draft")
     states, logits = verify(models, state, batch, tree)
     timer.lap("verify")
-    accepted = choose(models, state, batch, tree, logits, draft_probs)
+    accepted, sampled = choose(models, state, batch, tree, logits, draft_probs)
     timer.lap("sample")
     commit(models, state, batch, tree, accepted, states)
     timer.lap("compact")
+    if observe is not None:
+        observe(observed_trees(models.shape, pool, tree, sampled, accepted))
     return accepted
 
 
@@ -124,11 +128,13 @@ def draw_level(models: Models, state: DecodeState, batch: int, logits: Tensor, f
     flat = logits.reshape(rows, vocab)
     probs = filter_probs(flat, **params, order=models.filter_order).view(batch, level.frontier, vocab)
     children = draw_children(flat, **params, seeds=seeds, positions=positions, count=top_k, lanes=level.frontier, order=models.filter_order)
+    drawn = children.view(batch, level.frontier, top_k)
+    log_probs = probs.gather(2, drawn.clamp(min=0)).log().masked_fill(drawn < 0, float("-inf"))
     if drafter.draft_to_target is not None:
         children = torch.where(children < 0, children, drafter.draft_to_target[children.clamp(min=0)])
     place = slice(level.pool_offset, level.pool_offset + level.frontier * top_k)
     pool.tokens[:, place] = children.view(batch, -1)
-    pool.scores[:, place] = 0.0
+    pool.scores[:, place] = (frontier.scores[:, :, None] + log_probs).view(batch, -1)
     pool.parents[:, place] = frontier.pool_index.repeat_interleave(top_k, dim=1)
     chosen = level.choices.long()
     parent = chosen // top_k
@@ -147,8 +153,8 @@ def verify(models: Models, state: DecodeState, batch: int, tree: Tree) -> tuple[
     return forward_tree(models.target, models.captured_layers, state, batch, tree.tokens, tree.position_ids, tree.packed_ancestor_mask)
 
 
-def choose(models: Models, state: DecodeState, batch: int, tree: Tree, logits: Tensor, draft_probs: list[Tensor] | None) -> Accepted:
-    """Draw the target's tokens and walk down the tree along them."""
+def choose(models: Models, state: DecodeState, batch: int, tree: Tree, logits: Tensor, draft_probs: list[Tensor] | None) -> tuple[Accepted, Tensor | None]:
+    """Draw the target's tokens and walk down the tree along them; the tokens [B, N] int64 with it, None with rejection sampling, which does not draw one per node."""
     shape, params = models.shape, state.sampling(batch)
     seeds = params.pop("seeds")
     if models.rejection and shape.levels:
@@ -163,11 +169,9 @@ def choose(models: Models, state: DecodeState, batch: int, tree: Tree, logits: T
         positions = state.seq_lens[:batch].long() + 1
         accepted = accept_rejection(tree.tokens, tree.parent, target_probs, all_draft_probs, state.seeds[:batch, 0].contiguous(), positions, state.active[:batch], shape.max_depth)
         append_output(state, batch, tree, accepted)
-        return accepted
-    sampled = sample(logits, **params, seeds=seeds, positions=(tree.position_ids + 1).view(-1), order=models.filter_order)
-    return accept(
-        tree.tokens, tree.parent, sampled.view(batch, -1), state.active[:batch], shape.max_depth, stop_token_ids=state.stop_token_ids[:batch], output_ring=state.output_ring[:batch]
-    )
+        return accepted, None
+    sampled = sample(logits, **params, seeds=seeds, positions=(tree.position_ids + 1).view(-1), order=models.filter_order).view(batch, -1)
+    return accept(tree.tokens, tree.parent, sampled, state.active[:batch], shape.max_depth, stop_token_ids=state.stop_token_ids[:batch], output_ring=state.output_ring[:batch]), sampled
 
 
 def append_output(state: DecodeState, batch: int, tree: Tree, accepted: Accepted) -> None:

@@ -1,12 +1,17 @@
 """eagle verify and bench."""
 
 import json
+import sys
+import xml.etree.ElementTree as ElementTree
 
 import pytest
 import torch
 from cli_runner import one_error, pair, plant_difference, prompts, run  # noqa: F401  (fixtures)
+from eagle_engine.checkpoint import open_checkpoint
 from eagle_engine.cli import baseline, bench, verify
 from eagle_engine.engine import Engine
+from eagle_engine.transformers_model import load_model
+from tiny_pair import save_drafter
 from tiny_targets import CASES, hf_logits, random_tokens, save_directory, tiny_model
 
 
@@ -84,13 +89,114 @@ def test_bench_json(run, prompts):
     result = json.loads(out)
     assert status == 0 and result["different_answers"] == 0 and result["prompts"] == 3
     assert result["speedup"] == result["speculative"]["tokens_per_second"] / result["plain"]["tokens_per_second"]
-    assert result["peak_memory_bytes"] > 50e6
+    assert result["peak_memory_bytes"] > 50e6 and result["setting"].endswith("; greedy; 3 prompts, at most 9 tokens each")
     for name in ("plain", "speculative"):
         part = result[name]
         assert part["tokens"] == 27 and part["tokens_per_second"] == pytest.approx(27 / part["seconds"])
         assert sum(part["time_share"].values()) == pytest.approx(1.0, abs=1e-3)
         assert part["acceptance_length"] == pytest.approx(1 + sum(part["acceptance_by_depth"]))
     assert (result["plain"]["steps"], result["plain"]["acceptance_by_depth"]) == (24, [])
+
+
+@pytest.fixture
+def categories(tmp_path):
+    path = tmp_path / "categories.jsonl"
+    rows = [{"id": text, "category": category, "prompt": text} for text, category in (("Say one.", "a"), ("Why?", "b"), ("x = 3 + 4", "a"), ("How many are there?", "c <&>"), ("Hi", "b"))]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return path
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_bench_categories_add_up_to_the_whole(run, categories, batch_size):
+    options = ("--prompts", categories, "--max-new-tokens", 12, "--batch-size", batch_size, "--temperature", 1)
+    status, out, _ = run("bench", *options, "--json")
+    result = json.loads(out)
+    parts = result["categories"]
+    assert status == 0 and {name: part["prompts"] for name, part in parts.items()} == {"a": 2, "b": 2, "c <&>": 1}
+    for name in ("plain", "speculative"):
+        for total in ("tokens", "steps"):
+            assert sum(part[name][total] for part in parts.values()) == result[name][total] > 0
+        assert sum(part[name]["seconds"] for part in parts.values()) == pytest.approx(result[name]["seconds"])
+        for depth, share in enumerate(result[name]["acceptance_by_depth"]):
+            reached = [(part[name]["acceptance_by_depth"] + [0.0] * 9)[depth] * part[name]["steps"] for part in parts.values()]
+            assert sum(reached) == pytest.approx(share * result[name]["steps"])
+        for part in parts.values():
+            one = part[name]
+            assert one["tokens_per_second"] == pytest.approx(one["tokens"] / one["seconds"])
+            assert one["acceptance_length"] == pytest.approx((one["tokens"] - part["prompts"]) / one["steps"])
+            assert part["speedup"] == part["speculative"]["tokens_per_second"] / part["plain"]["tokens_per_second"]
+    table = run("bench", *options)[1].splitlines()
+    first = next(i for i, line in enumerate(table) if line.startswith("category"))
+    for line, (name, part) in zip(table[first + 1 :], parts.items()):
+        assert line.startswith(name) and line.split()[-1] == f"{part['speculative']['acceptance_length']:.2f}"
+
+
+def test_bench_one_category_is_no_table_and_a_failed_one_is_left_out(run, prompts, tmp_path):
+    assert "category" not in run("bench", "--prompts", prompts, "--max-new-tokens", 4)[1]
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"category": "a", "prompt": "Hi"}\n{"category": "b", "prompt": "%s"}' % ("x" * 50))
+    result = json.loads(run("bench", "--prompts", file, "--max-model-len", 40, "--max-new-tokens", 5, "--batch-size", 2, "--json")[1])
+    assert list(result["categories"]) == ["a"]
+
+
+def test_bench_calibration(run, categories, tmp_path):
+    options = ("--prompts", categories, "--max-new-tokens", 12, "--batch-size", 2, "--temperature", 1, "--tree-top-k", 4, "--max-depth", 3, "--num-nodes", 16)
+    plain = json.loads(run("bench", *options, "--json")[1])
+    assert "calibration" not in plain
+    status, out, _ = run("bench", *options, "--calibration", "--json")
+    result = json.loads(out)
+    calibration = result["calibration"]
+    assert status == 0 and result["different_answers"] == 0
+    assert calibration["steps"] == result["speculative"]["steps"] and calibration["left_out"] == 0
+    assert sum(one["drafts"] for one in calibration["bins"]) == calibration["drafts"] > calibration["steps"]
+    # What was chosen at a depth are the steps that reached it; answers that end in the middle of a path count fewer of them.
+    chosen = [one["accepted"] for one in calibration["by_depth"]]
+    reached = [share * calibration["steps"] for share in result["speculative"]["acceptance_by_depth"]]
+    assert all(fewer <= many + 1e-6 for fewer, many in zip(reached, chosen)) and sum(chosen) == calibration["accepted"] < sum(reached) + 5 * 3
+    assert -1 <= calibration["correlation"] <= 1
+    out = run("bench", *options, "--calibration")[1]
+    assert f"all           {calibration['drafts']:>8}" in out and out.count(" to ") >= 10
+    for name in ("plot.png", "plot.svg"):
+        file = tmp_path / name
+        status, out, err = run("bench", *options, "--plot", file, "--json")
+        assert status == 0 and err.endswith(f"plot: {file}\n") and "calibration" in json.loads(out)
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG\r\n")
+    texts = [text.text for text in ElementTree.parse(tmp_path / "plot.svg").iter("{http://www.w3.org/2000/svg}text")]
+    assert f"{calibration['drafts']} drafts: correlation {calibration['correlation']:.2f}, of the bins {calibration['binned_correlation']:.2f}" in texts
+    assert {str(one["drafts"]) for one in calibration["bins"] if one["drafts"]} <= set(texts)
+    assert {f"{share:.2f}" for share in result["speculative"]["acceptance_by_depth"]} <= set(texts)
+
+
+def test_bench_calibration_of_a_drafter_that_knows_nothing(run, prompts, tmp_path):
+    """Every confidence is 1 / vocabulary: there is no correlation to speak of."""
+    draft = save_drafter(tmp_path / "draft", edit=lambda tensors: [tensor.zero_() for tensor in tensors.values()])
+    options = ("--prompts", prompts, "--max-new-tokens", 8, "--ignore-eos", "--draft", draft, "--calibration")
+    status, out, _ = run("bench", *options, "--json")
+    calibration = json.loads(out)["calibration"]
+    assert status == 0 and calibration["correlation"] is calibration["binned_correlation"] is calibration["slope"] is None
+    status, out, _ = run("bench", *options, "--plot", tmp_path / "plot.svg")
+    (line,) = [line for line in out.splitlines() if line.startswith("all ")]
+    assert status == 0 and line.split()[4:6] == ["n/a", "n/a"]
+    assert "correlation n/a, of the bins n/a" in (tmp_path / "plot.svg").read_text()
+
+
+def test_bench_calibration_mistakes(run, prompts, tmp_path, monkeypatch):
+    options = ("--prompts", prompts, "--max-new-tokens", 4)
+    assert "--draft none leaves nothing to measure" in one_error(run("bench", *options, "--calibration", "--draft", "none"))
+    assert "use exact" in one_error(run("bench", *options, "--plot", tmp_path / "a.png", "--acceptance", "rejection", "--tree", "chain"))
+    assert one_error(run("bench", *options, "--plot", tmp_path / "a.pdf")).endswith("expected a file that ends in .png or .svg")
+    assert "there is no directory" in one_error(run("bench", *options, "--plot", tmp_path / "none" / "a.png"))
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "matplotlib", None)
+        assert "extra train: pip install '.[train]'" in one_error(run("bench", *options, "--plot", tmp_path / "a.png"))
+        assert run("bench", *options, "--calibration")[0] == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(Engine, "captures_steps", True)
+        assert "--enforce-eager" in one_error(run("bench", *options, "--calibration"))
+    with monkeypatch.context() as patch:
+        patch.setattr(bench, "plot_calibration", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+        status, out, err = run("bench", *options, "--plot", tmp_path / "a.png", "--json")
+        assert status == 2 and "calibration" in json.loads(out) and err.endswith("eagle: error: [Errno 28] No space left on device\n")
 
 
 def test_bench_table_without_a_drafter(run, prompts):
@@ -121,7 +227,7 @@ def test_bench_reports_failures(run, tmp_path):
 def test_baseline_model_is_the_target(case, tmp_path):
     """The model that transformers is given computes what the saved one does, and answers with as many tokens as asked for."""
     model = save_directory(tmp_path, case)
-    loaded = baseline.load_model(tmp_path, torch.float32)
+    loaded = load_model(open_checkpoint(tmp_path), torch.float32)
     tokens = random_tokens(3, 20)
     torch.testing.assert_close(hf_logits(loaded, tokens), hf_logits(model, tokens), rtol=1e-4, atol=1e-4)
     first = int(hf_logits(model, tokens)[-1].argmax())

@@ -165,10 +165,23 @@ def test_tables_of_rotary_embeddings_are_passed_over(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["fc.weight", "norm.weight", "lm_head.weight"])
-@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.float64], ids=str)
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e5m2, torch.float64], ids=str)
 def test_weights_of_another_dtype_are_refused(tmp_path, name, dtype):
     raw, tensors = raw_and_tensors()
-    refused(tmp_path, raw, tensors | {name: tensors[name].to(dtype)}, f"tensor {name} is {str(dtype)[6:]}; expected float32 or bfloat16 or float16")
+    refused(tmp_path, raw, tensors | {name: tensors[name].to(dtype)}, f"tensor {name} is {str(dtype)[6:]}; expected float32 or bfloat16 or float16 or float8_e4m3fn")
+
+
+@pytest.mark.parametrize("make", [drafter_config, eagle3_config], ids=["eagle-1", "eagle-3"])
+def test_weights_in_8_bits_are_plain_numbers(tmp_path, make):
+    """As the trainer can export them, norms and biases in 16 bits; a scale beside a weight would be an unused tensor."""
+    raw = make(TARGET, torch_dtype="float8_e4m3fn")
+    tensors = {name: tensor.to(torch.float8_e4m3fn) if tensor.dim() == 2 else tensor for name, tensor in random_tensors(raw).items()}
+    directory = write_drafter(tmp_path / "d", raw, tensors)
+    wide = {name: tensor.float() if tensor.dtype == torch.float8_e4m3fn else tensor for name, tensor in tensors.items()}
+    drafters = [Drafter.from_directory(directory, TARGET, max_positions=64), Drafter(parse_drafter_config(raw), wide, TARGET, max_positions=64)]
+    features = torch.randn(4, 3 * 48 if raw.get("draft_vocab_size") else 48)
+    assert_exact(*(drafter.logits(drafter.fuse(features)) for drafter in drafters))
+    refused(tmp_path, raw, tensors | {"fc.weight_scale": torch.ones(())}, "unused tensor fc.weight_scale")
 
 
 @pytest.mark.parametrize("flag, names", [("fc_norm", ["fc_norm.0.weight", "fc_norm.1.weight", "fc_norm.2.weight"]), ("norm_before_fc", ["input_norm.weight"])])
@@ -264,6 +277,14 @@ def test_a_token_twice_in_the_draft_vocabulary_is_named(tmp_path):
     raw, tensors = raw_and_tensors()
     twice = int(tensors["d2t"][7]) + 7
     refused(tmp_path, raw, edited(tensors, "d2t", put(20, twice - 20)), f"d2t: token {twice} stands 2 times")
+
+
+def test_the_first_tokens_may_be_the_draft_vocabulary(tmp_path):
+    """Then d2t is zero and t2d says so; an exporter that has lost the vocabulary leaves a t2d of other tokens, or of none."""
+    raw, tensors = raw_and_tensors()
+    first = torch.arange(VOCAB_SIZE) < 57
+    assert Drafter.from_directory(write_drafter(tmp_path / "first", raw, tensors | {"d2t": torch.zeros(57, dtype=torch.int64), "t2d": first}), TARGET, max_positions=64).draft_to_target.tolist() == list(range(57))
+    refused(tmp_path, raw, tensors | {"d2t": torch.zeros(57, dtype=torch.int64), "t2d": torch.zeros_like(first)}, "d2t is all zero for 57 of 83 tokens")
 
 
 def test_target_ids_instead_of_offsets_are_noticed(tmp_path):

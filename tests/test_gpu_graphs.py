@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from eagle_engine import EagleConfig, Engine, SamplingParams
+from eagle_engine import EagleConfig, EagleError, Engine, SamplingParams
 from eagle_engine.step import PhaseTimer, run_step
 from helpers import assert_exact
 
@@ -102,6 +102,31 @@ def test_speculation_changes_no_token(tree: str, device: str) -> None:
     assert [output.token_ids for output in outputs] == [output.token_ids for output in graphed.plain().generate(texts, SAMPLING)]
     if tree != "plain":
         assert max(output.stats.acceptance_length for output in outputs) > 1.2  # something was drafted right
+
+
+@devices
+@trees
+def test_an_eager_engine_can_be_observed(tree: str, device: str) -> None:
+    graphed, eager = engines(device, tree)
+    texts = prompts(3, 70, 200)
+    seen: dict[int, list] = {}
+
+    def observer(request_ids, observed) -> None:
+        for request_id, one in zip(request_ids, observed):
+            seen.setdefault(request_id, []).append(one)
+
+    with eager.observing(observer):
+        outputs = eager.generate(texts, SAMPLING)
+    assert [output.token_ids for output in outputs] == [output.token_ids for output in graphed.generate(texts, SAMPLING)]
+    for output in outputs:
+        steps = seen[output.request_id]
+        assert len(steps) == output.stats.steps
+        assert sum((one.emitted for one in steps), output.token_ids[:1])[: len(output.token_ids)] == output.token_ids
+        # No child is likelier than its path, and no two paths together are likelier than certain.
+        assert all(one.scores[node] <= one.scores[one.parent[node]] for one in steps for node in range(1, len(one.tokens)))
+        assert all(sum(c for c, parent in zip(one.confidences, one.parent) if parent == 0) <= 1.001 for one in steps)
+    with pytest.raises(EagleError, match="enforce_eager"), graphed.observing(observer):
+        pass
 
 
 def start(engine: Engine, lengths: tuple[int, ...]) -> None:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from pathlib import Path
+from types import UnionType
+from typing import get_args, get_origin, get_type_hints
 
 from eagle_engine.config import ACCEPTANCE_RULES, TREES, EagleConfig
 from eagle_engine.drafter_config import LAYER_ID_CONVENTIONS
 from eagle_engine.errors import EagleError
 from eagle_engine.evaluation import SUITES
+from eagle_engine.training.config import TrainConfig
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
 DEFAULTS = EagleConfig()
+EXAMPLE_PROMPT = "Explain in a few sentences how a bicycle stays upright."
 
 
 class Parser(argparse.ArgumentParser):
@@ -75,14 +80,33 @@ def build_parser() -> argparse.ArgumentParser:
     sub = command(
         "bench",
         "measure plain and speculative decoding",
-        "Answer the first turn of each prompt with plain and with speculative decoding in turns, after a warm-up prompt. Times are those of whole answers, prefill included.",
+        "Answer the first turn of each prompt with plain and with speculative decoding in turns, after a warm-up prompt; over all prompts and by category. Times are those of whole answers, prefill included.",
     )
     _prompt_set(sub, default="mt_bench", limit=8)
     _prompt_form(sub)
     sub.add_argument("--baseline", choices=("transformers",), help="also measure greedy generate of transformers: same weights, dtype, prompts and number of tokens, in a process of its own")
+    group = sub.add_argument_group("the drafter's confidence")
+    calibration = "answer the prompts once more, not timed, and compare the drafter's confidence in each draft with how often the target chooses it: by confidence and by depth, with their correlation"
+    group.add_argument("--calibration", action="store_true", help=calibration)
+    group.add_argument("--plot", metavar="FILE", help="draw that to a .png or .svg file (implies --calibration; needs matplotlib)")
     _models(sub)
     _tree(sub)
     _sampling(sub, max_tokens=128, seed="0")
+
+    sub = command(
+        "tree",
+        "show the draft tree of a step",
+        "Answer a prompt and show the draft tree of one of its steps: every guess with the drafter's confidence in it, the accepted path and the bonus token; as text, or as a picture with --out.",
+    )
+    sub.add_argument("--prompt", metavar="TEXT", default=EXAMPLE_PROMPT, help="default: %(default)s")
+    step = "which step, counted from 1 (default: of those of the whole answer the one that accepted most drafts, the first of several)"
+    sub.add_argument("--step", type=int, metavar="K", help=step)
+    sub.add_argument("--out", metavar="FILE.svg", help="write a picture instead of printing text")
+    sub.add_argument("--text", action="store_true", help="print text too when --out is given")
+    _prompt_form(sub)
+    _models(sub, batch=False)
+    _tree(sub)
+    _sampling(sub, max_tokens=64, seed="0")
 
     sub = command(
         "inspect",
@@ -93,10 +117,18 @@ def build_parser() -> argparse.ArgumentParser:
     sub.add_argument("--draft", default="auto", metavar="DRAFTER", help="a drafter directory, a hub id, none, or auto: the demo's with the demo target, else none (default: %(default)s)")
     _layer_ids(sub)
 
+    sub = command(
+        "train",
+        "make a drafter for a target",
+        "Train an EAGLE-1/2 or EAGLE-3 drafter: let the target answer prompts, take its states, train, export, measure. A run that was stopped goes on when the same command is given again. "
+        "Exit status 1 when the drafter is useless, 3 when the run stopped before its end.",
+    )
+    _train(sub)
+
     command("fetch", "download the demo target", "Download the demo target (SmolLM2-135M-Instruct, 98 MB), check it, print where it is.")
 
     sub = command("demo", "plain and speculative decoding side by side", "Answer one prompt with plain and with speculative decoding, and compare. Exit status 1 when the tokens differ.")
-    sub.add_argument("prompt", nargs="?", default="Explain in a few sentences how a bicycle stays upright.", help="default: %(default)s")
+    sub.add_argument("prompt", nargs="?", default=EXAMPLE_PROMPT, help="default: %(default)s")
     sub.set_defaults(raw=False, system=None, baseline=None)
     _models(sub, batch=False)
     _tree(sub)
@@ -164,6 +196,25 @@ def _sampling(sub: argparse.ArgumentParser, max_tokens: int, seed: str = "a fres
     group.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end the answer before this text; may be given several times")
     group.add_argument("--stop-token-id", action="append", type=int, default=[], metavar="ID", help="end the answer at this token; may be given several times")
     group.add_argument("--ignore-eos", action="store_true", help="go on after the model's end tokens")
+
+
+def _train(sub: argparse.ArgumentParser) -> None:
+    """One option for each setting of a training run. An option that is not given is absent, so that a file of settings shows through."""
+    sub.add_argument("--config", metavar="FILE", help="settings as .toml or .json; options win over it")
+    hints = get_type_hints(TrainConfig)
+    for setting in dataclasses.fields(TrainConfig):
+        option, kind = "--" + setting.name.replace("_", "-"), hints[setting.name]
+        kinds = [one for one in get_args(kind) if one is not type(None)] if get_origin(kind) is UnionType else [kind]
+        help = setting.metadata["help"]
+        if setting.default is not dataclasses.MISSING and setting.default is not None and setting.default is not False:
+            help += f" (default: {setting.default})"
+        options = {"help": help, "default": argparse.SUPPRESS, "dest": f"train_{setting.name}"}
+        if kinds[0] is bool:
+            sub.add_argument(option, action=argparse.BooleanOptionalAction, **options)
+        elif get_origin(kinds[0]) is list:
+            sub.add_argument(option, nargs="+", type=get_args(kinds[0])[0], metavar=setting.name.rstrip("s").upper(), **options)
+        else:
+            sub.add_argument(option, type=kinds[0], metavar={int: "N", float: "X", str: "NAME"}[kinds[0]], **options)
 
 
 def _draft_vocab(text: str) -> int | str | Path | None:

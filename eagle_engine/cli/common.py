@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,20 @@ def read_choices(file: str) -> tuple[tuple[int, ...], ...]:
 def prompt_set(args: argparse.Namespace) -> list[EvalPrompt]:
     """What --prompts or --suite names, cut at --limit."""
     return load_prompts(args.prompts or args.suite, args.limit)
+
+
+def output_file(option: str, name: str, suffixes: tuple[str, ...]) -> Path:
+    """The file that an option names, if it can be written: said before minutes are spent on what goes into it."""
+    path = Path(name).expanduser()
+    if path.suffix.lower() not in suffixes:
+        raise EagleError(f"{option} {name}: expected a file that ends in {' or '.join(suffixes)}")
+    if path.is_dir():
+        raise EagleError(f"{option} {name}: is a directory")
+    if not path.parent.is_dir():
+        raise EagleError(f"{option} {name}: there is no directory {path.parent}")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise EagleError(f"{option} {name}: cannot be written")
+    return path
 
 
 def check_text(text: str, what: str) -> str:

@@ -1,0 +1,285 @@
+"""From files to rows: chat-template spans, what is left out, sampling, splitting, packing, the target's states."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+
+import numpy as np
+import pytest
+import torch
+from eagle_engine.checkpoint import open_checkpoint
+from eagle_engine.errors import EagleError
+from eagle_engine.evaluation import load_prompts
+from eagle_engine.tokenizer import Tokenizer
+from eagle_engine.training.answers import ChatPrompt
+from eagle_engine.training.conversations import Conversation, EvaluationTexts, LeftOut, encode_conversation, read_files, sample_by_category
+from eagle_engine.training.dataset import TokenData, build_data, pack
+from eagle_engine.training.target_states import LiveStates, cache_states
+from eagle_engine.transformers_model import load_model
+from tiny_pair import save_tokenizer
+from tiny_targets import save_directory
+
+CHATML = "{% for m in messages %}{{ '<s>' + m['role'] + '\n' + m['content'] + '</s>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<s>assistant\n' }}{% endif %}"
+# As Qwen3's: what the assistant thought is cut from all turns but the last.
+FORGETFUL = (
+    "{% for m in messages %}{{ '<s>' + m['role'] + '\n' + (m['content'] if loop.last or m['role'] != 'assistant' else m['content'].split('=')[-1]) + '</s>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<s>assistant\n' }}{% endif %}"
+)
+# No mark at the end of an answer, and the system message inside the first user's turn.
+PLAIN = (
+    "{% for m in messages %}{% if m['role'] == 'user' %}{{ 'Q: ' + m['content'] + '\n' }}{% elif m['role'] == 'assistant' %}{{ 'A: ' + m['content'] + '\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'A: ' }}{% endif %}"
+)
+
+
+def tokenizer_of(tmp_path, template):
+    save_directory(tmp_path / "t", "llama")
+    save_tokenizer(tmp_path / "t", template)
+    return Tokenizer.from_checkpoint(open_checkpoint(tmp_path / "t"))
+
+
+def said(tokenizer, messages) -> list[str]:
+    """The runs of supervised tokens, as text."""
+    ids, supervised = encode_conversation(tokenizer, messages)
+    assert ids == tokenizer.encode_chat(messages, add_generation_prompt=False)
+    runs, before = [], False
+    for token, mark in zip(ids, supervised):
+        if mark:
+            runs[-1:] = [(runs[-1] if before else "") + tokenizer.decode([token], False)] if before else runs[-1:] + [tokenizer.decode([token], False)]
+        before = mark
+    return runs
+
+
+def turns(*texts: str) -> list[dict]:
+    return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
+
+
+@pytest.mark.parametrize(
+    "template, expected",
+    [(CHATML, ["yes</s>", "a=b</s>"]), (PLAIN, ["yes\n", "a=b\n"]), (FORGETFUL, ["yes</s>", "a=b</s>"])],
+    ids=["chatml", "no-end-token", "forgetful"],
+)
+def test_only_the_assistant_is_learned(tmp_path, template, expected):
+    """By the template's own offsets, even where a user repeats what the assistant says; nothing after an end token."""
+    assert said(tokenizer_of(tmp_path, template), turns("yes", "yes", "A: a=b", "a=b")) == expected
+
+
+def test_a_turn_that_later_ones_change_is_not_learned(tmp_path):
+    assert said(tokenizer_of(tmp_path, FORGETFUL), turns("q", "x=y", "r", "z")) == ["z</s>"]
+
+
+def test_first_message_of_the_assistant_has_no_prompt(tmp_path):
+    assert said(tokenizer_of(tmp_path, CHATML), [{"role": "assistant", "content": "hi"}, *turns("q", "z")]) == ["z</s>"]
+
+
+def write_lines(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_what_cannot_be_used_is_counted_and_named(tmp_path):
+    tokenizer = tokenizer_of(tmp_path, CHATML)
+    copied = load_prompts("mt_bench")[0].turns[0]
+    rows = [
+        {"messages": turns("a", "b")},
+        {"messages": [{"role": "wizard", "content": "x"}, *turns("a", "b")]},
+        {"messages": [{"role": "user", "content": "a"}, {"role": "system", "content": "b"}]},
+        {"messages": []},
+        {"messages": [{"role": "user"}]},
+        {"text": "x"},
+        {"messages": turns(f"Well: {copied.upper()}", "b")},
+        {"prompt": copied},
+        {"prompt": "x", "category": "c"},
+        {"turns": ["y", "later"]},
+        {"messages": turns("a", "b", "c")},
+    ]
+    left_out = LeftOut()
+    conversations, prompts = read_files([write_lines(tmp_path / "d.jsonl", rows)], tokenizer, left_out)
+    assert len(conversations) == 1 and [prompt.category for prompt in prompts] == ["c", "", ""]
+    assert tokenizer.decode(prompts[1].token_ids, False) == "<s>user\ny</s>\n<s>assistant\n"
+    assert left_out.counts == {
+        "unknown role 'wizard'; known are system, user, assistant, tool": 1, "no assistant turn to learn": 1, "no messages": 2, "a message without role and content": 1,
+        "it holds a prompt of the evaluation suites": 2,
+    }  # fmt: skip
+    assert "1 left out: unknown role 'wizard'; known are system, user, assistant, tool (first: d.jsonl, line 2)" in left_out.lines()
+
+
+def test_a_tokenizer_without_a_chat_template(tmp_path):
+    with pytest.raises(EagleError, match="no chat template"):
+        read_files([write_lines(tmp_path / "d.jsonl", [{"messages": turns("a", "b")}])], tokenizer_of(tmp_path, None), LeftOut())
+
+
+@pytest.mark.parametrize(
+    "name, content, message",
+    [("d.jsonl", b'{"prompt": "a"}\n{"prompt"', "line 2: not valid JSON"), ("d.jsonl", b"[1]\n", "line 1: expected a JSON object, got list"), ("d.jsonl", b"\xff\xfe", "cannot be read as text"),
+     ("d.jsonl.gz", b"no gzip", "cannot be read as text"), ("d.npz", b"no zip", "expected an .npz file"), (None, b"", "no such data file")],
+    ids=["json", "list", "bytes", "gzip", "npz", "missing"],
+)  # fmt: skip
+def test_damaged_files(tmp_path, name, content, message):
+    path = tmp_path / (name or "nothing")
+    if name:
+        path.write_bytes(content)
+    with pytest.raises(EagleError, match=message):
+        read_files([path], tokenizer_of(tmp_path, CHATML), LeftOut())
+
+
+def test_compressed_and_token_files(tmp_path):
+    tokenizer = tokenizer_of(tmp_path, CHATML)
+    with gzip.open(tmp_path / "d.jsonl.gz", "wt") as file:
+        file.write(json.dumps({"messages": turns("a", "b")}) + "\n\n")
+    np.savez(tmp_path / "d.npz", tokens=np.arange(3, 13, dtype=np.uint16), offsets=np.array([0, 4, 10]), prompt_len=np.array([1, 6], dtype=np.int32))
+    left_out = LeftOut()
+    conversations, _ = read_files([tmp_path / "d.jsonl.gz", tmp_path / "d.npz"], tokenizer, left_out)
+    assert [c.token_ids.tolist() for c in conversations[1:]] == [[3, 4, 5, 6]] and conversations[1].supervised.tolist() == [False, True, True, True]
+    assert left_out.counts == {"no assistant turn to learn": 1}
+    np.savez(tmp_path / "d.npz", tokens=np.array([9999]), offsets=np.array([0, 1]), prompt_len=np.array([0]))
+    with pytest.raises(EagleError, match="holds token 9999, the tokenizer has"):
+        read_files([tmp_path / "d.npz"], tokenizer, LeftOut())
+
+
+@pytest.mark.parametrize("suite", ["mt_bench", "humaneval", "gsm8k"])
+def test_evaluation_prompts_are_found(suite):
+    """Every prompt, hidden in other text and written otherwise; unless it is too short to say so."""
+    evaluation = EvaluationTexts()
+    for prompt in load_prompts(suite):
+        assert evaluation.occur_in(f"One moment! {prompt.turns[0].replace(' ', '  ').upper()} -- thanks")
+    assert not evaluation.occur_in("Write a short poem about a bicycle that dreams of the sea, and explain what it means to you.")
+
+
+def test_sampling_is_even_over_categories():
+    prompts = [ChatPrompt(f"{category}{i}", category, []) for category, size in (("a", 100), ("b", 40), ("c", 5)) for i in range(size)]
+    chosen = sample_by_category(prompts, 65, seed=1)
+    assert {category: sum(p.category == category for p in chosen) for category in "abc"} == {"a": 30, "b": 30, "c": 5}
+    assert len(set(p.id for p in chosen)) == 65 and chosen == sample_by_category(prompts, 65, seed=1) != sample_by_category(prompts, 65, seed=2)
+    assert len(sample_by_category(prompts, None, 0)) == len(sample_by_category(prompts, 1000, 0)) == 145
+
+
+def conversation(name: str, prompt: list[int], answer: list[int]) -> Conversation:
+    return Conversation(name, np.array(prompt + answer, dtype=np.int32), np.arange(len(prompt) + len(answer)) >= len(prompt))
+
+
+def test_split_is_by_prompt_and_long_or_repeated_ones_are_left_out():
+    generator = random.Random(0)
+    conversations = [conversation(f"{i}-{j}", [i, i + 1], [generator.randrange(9) for _ in range(4)] + [j]) for i in range(200) for j in range(2)]
+    left_out = LeftOut()
+    data = build_data([*conversations, conversations[0], conversation("long", [1] * 30, [2])], 20, 0.2, left_out)
+    assert left_out.counts == {"the same conversation stood there before": 1, "longer than max_length 20": 1}
+    assert data.held_out.reshape(200, 2).all(1).sum() == data.held_out.sum() / 2 and 20 < data.held_out.sum() / 2 < 60
+    # It does not depend on what else is there.
+    fewer = build_data(conversations[:100], 20, 0.2, LeftOut())
+    assert (fewer.held_out == data.held_out[:100]).all()
+    with pytest.raises(EagleError, match="no conversation is left to train on:\n1 left out: longer than max_length 3"):
+        build_data(conversations[:1], 3, 0.2, LeftOut())
+    with pytest.raises(EagleError, match="one conversation is left"):
+        build_data(conversations[:1], 20, 0.2, LeftOut())
+
+
+def test_counts_are_of_what_is_trained_on(tmp_path):
+    data = build_data([conversation(str(i), [i], [7, i % 2]) for i in range(50)], 20, 0.3, LeftOut())
+    train = ~data.held_out
+    assert data.count(60)[7] == train.sum() and data.count(60).sum() == 2 * train.sum()
+    data.save(tmp_path / "data.npz")
+    assert TokenData.load(tmp_path / "data.npz").fingerprint == data.fingerprint
+    assert build_data([conversation("0", [0], [7, 1]), conversation("1", [1], [7, 1])], 20, 0.3, LeftOut()).fingerprint != data.fingerprint
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_packing_keeps_every_conversation_once(seed):
+    generator = random.Random(seed)
+    data = build_data([conversation(str(i), [i], [1] * generator.randrange(1, 30)) for i in range(300)], 64, 0.2, LeftOut())
+    chosen = np.flatnonzero(~data.held_out)
+    rows = pack(data, chosen, 64, random.Random(seed))
+    assert sorted(number for row in rows for number in row) == chosen.tolist()
+    filled = [sum(data.lengths[number] for number in row) for row in rows]
+    assert max(filled) <= 64 and sum(filled) / (64 * len(rows)) > 0.9
+    assert rows != pack(data, chosen, 64, random.Random(seed + 1)) and rows == pack(data, chosen, 64, random.Random(seed))
+
+
+@pytest.mark.parametrize("case", ["llama", "llama-llama3-rope-head-dim", "mistral-window", "mixtral", "qwen2", "qwen3-tied"])
+def test_states_are_those_that_decoding_hands_over(tmp_path, case):
+    """The trainer's features and likeliest tokens, padded in a batch, against the engine's target."""
+    from eagle_engine.target import TargetModel
+
+    save_directory(tmp_path, case)
+    checkpoint = open_checkpoint(tmp_path)
+    target = TargetModel.from_checkpoint(checkpoint, torch.float32, 64, progress=False)
+    source = LiveStates(load_model(checkpoint, torch.float32), (0, 1), torch.float32)
+    conversations = [np.arange(3, 20), np.arange(30, 35)]
+    for ids, states in zip(conversations, source.of(conversations)):
+        c = target.config
+        tokens = torch.from_numpy(ids)[None]
+        kv = torch.zeros(c.num_layers, 2, 4, 16, c.num_kv_heads, c.head_dim)
+        features = target.forward(tokens, torch.arange(len(ids))[None], kv, torch.zeros(1, dtype=torch.int32), torch.arange(4, dtype=torch.int32)[None])
+        torch.testing.assert_close(states.features, features[0], rtol=1e-3, atol=1e-4)
+        assert torch.equal(states.best, target.logits(features[0]).argmax(-1))
+        torch.testing.assert_close(states.states[:, : c.hidden_size], target.embed(tokens)[0], rtol=1e-5, atol=1e-6)
+
+
+def tiny_data(count: int = 40) -> TokenData:
+    return build_data([conversation(str(i), [3 + i, 4], [5 + i % 7] * (2 + i % 9)) for i in range(count)], 64, 0.2, LeftOut())
+
+
+def test_cached_states_are_the_live_ones_and_survive_a_kill(tmp_path, monkeypatch):
+    from eagle_engine.training import target_states
+
+    monkeypatch.setattr(target_states, "_SHARD_TOKENS", 50)
+    save_directory(tmp_path / "t", "llama")
+    source = LiveStates(load_model(open_checkpoint(tmp_path / "t"), torch.float32), (1, 1), torch.float32)
+    data = tiny_data()
+    directory, description = tmp_path / "states", {"target": "t"}
+    written = []
+
+    class Killed(BaseException):
+        pass
+
+    def save_and_die(tensors, path):
+        save(tensors, path)
+        written.append(path)
+        if len(written) == 3:
+            raise Killed
+
+    save = target_states.save_file
+    monkeypatch.setattr(target_states, "save_file", save_and_die)
+    with pytest.raises(Killed):
+        cache_states(lambda layers: source, directory, data, (1, 1), description, False)
+    assert len(list(directory.glob("*.safetensors"))) == 2 and not list(directory.glob("*.partial"))
+    monkeypatch.setattr(target_states, "save_file", save)
+    states = cache_states(lambda layers: source, directory, data, (1, 1), description, False)
+    for number in range(len(data)):
+        (live,) = source.of([data.tokens[data.offsets[number] : data.offsets[number + 1]]])
+        cached = states.of_conversation(number)
+        torch.testing.assert_close(cached.states, live.states)
+        torch.testing.assert_close(cached.features, live.features)
+        assert torch.equal(cached.best, live.best)
+    # Nothing is missing: the target is not needed again.
+    cache_states(lambda layers: pytest.fail("loaded"), directory, data, (1, 1), description, False)
+    only_features = cache_states(lambda layers: pytest.fail("loaded"), directory, data, (), description, False).of_conversation(3)
+    assert torch.equal(only_features.states, states.of_conversation(3).features)
+    with pytest.raises(EagleError, match="states of another captured layers"):
+        cache_states(lambda layers: source, directory, data, (0, 1), description, False)
+    with pytest.raises(EagleError, match="states of another target"):
+        cache_states(lambda layers: source, directory, data, (1, 1), {"target": "u"}, False)
+    with pytest.raises(EagleError, match="states of another data"):
+        cache_states(lambda layers: source, directory, tiny_data(41), (1, 1), description, False)
+
+
+def test_too_little_disk_is_said_before_anything_is_written(tmp_path, monkeypatch):
+    from eagle_engine.training import target_states
+
+    save_directory(tmp_path / "t", "llama")
+    source = LiveStates(load_model(open_checkpoint(tmp_path / "t"), torch.float32), (), torch.float32)
+    monkeypatch.setattr(target_states.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1000})())
+    with pytest.raises(EagleError, match=r"need 0\.0 GB in .* GB are free: use fewer conversations, or states 'live'"):
+        cache_states(lambda layers: source, tmp_path / "states", tiny_data(), (), {}, False)
+    assert not list((tmp_path / "states").glob("*.safetensors"))
+
+
+def test_states_that_overflow_are_refused(tmp_path):
+    save_directory(tmp_path / "t", "llama")
+    model = load_model(open_checkpoint(tmp_path / "t"), torch.float32)
+    with torch.no_grad():
+        model.model.norm.weight *= 1e6
+    with pytest.raises(EagleError, match="are not finite in float16; use another states_dtype"):
+        cache_states(lambda layers: LiveStates(model, (), torch.float16), tmp_path / "states", tiny_data(), (), {}, False)
