@@ -18,7 +18,9 @@ from eagle_engine.huggingface_checkpoint import open_safetensors, read_json
 
 # EAGLE-3.1 as it was first written -> as it is written now.
 _LEGACY_NAMES = {f"aux_norm_{name}.weight": f"fc_norm.{i}.weight" for i, name in enumerate(("low", "mid", "high"))}
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn)  # float8 as plain numbers: quantised files carry scales, which are unused tensors here
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+# Matrices may be stored in eight bits, without scales: a file that has scales is refused for tensors that nothing uses.
+_MATRIX_FLOATS = _FLOATS + (torch.float8_e4m3fn,)
 
 
 def read_drafter(path: Path, layer_ids: str | None = None) -> tuple[DrafterConfig, dict[str, Tensor]]:
@@ -47,7 +49,7 @@ def _read(path: Path, layer_ids: str | None) -> tuple[DrafterConfig, dict[str, T
     expected = config.expected_tensors() | {name: shape for name, shape in config.optional_tensors().items() if name in tensors}
     check_tensors(path, expected, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
     for name, tensor in tensors.items():
-        wanted = {"d2t": (torch.int64,), "t2d": (torch.bool,)}.get(name, _FLOATS)
+        wanted = {"d2t": (torch.int64,), "t2d": (torch.bool,)}.get(name, _FLOATS if tensor.dim() < 2 else _MATRIX_FLOATS)
         if tensor.dtype not in wanted:
             raise EagleError(f"tensor {name} is {_short(tensor.dtype)}; expected {' or '.join(map(_short, wanted))}")
     _check_vocabulary(config, tensors)

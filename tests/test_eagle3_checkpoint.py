@@ -168,7 +168,7 @@ def test_tables_of_rotary_embeddings_are_passed_over(tmp_path):
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e5m2, torch.float64], ids=str)
 def test_weights_of_another_dtype_are_refused(tmp_path, name, dtype):
     raw, tensors = raw_and_tensors()
-    refused(tmp_path, raw, tensors | {name: tensors[name].to(dtype)}, f"tensor {name} is {str(dtype)[6:]}; expected float32 or bfloat16 or float16 or float8_e4m3fn")
+    refused(tmp_path, raw, tensors | {name: tensors[name].to(dtype)}, f"tensor {name} is {str(dtype)[6:]}; expected float32 or bfloat16 or float16")
 
 
 @pytest.mark.parametrize("make", [drafter_config, eagle3_config], ids=["eagle-1", "eagle-3"])
@@ -182,6 +182,8 @@ def test_weights_in_8_bits_are_plain_numbers(tmp_path, make):
     features = torch.randn(4, 3 * 48 if raw.get("draft_vocab_size") else 48)
     assert_exact(*(drafter.logits(drafter.fuse(features)) for drafter in drafters))
     refused(tmp_path, raw, tensors | {"fc.weight_scale": torch.ones(())}, "unused tensor fc.weight_scale")
+    norm = next(name for name in tensors if name.endswith("post_attention_layernorm.weight"))
+    refused(tmp_path, raw, tensors | {norm: tensors[norm].to(torch.float8_e4m3fn)}, f"tensor {norm} is float8_e4m3fn; expected float32 or bfloat16 or float16")
 
 
 @pytest.mark.parametrize("flag, names", [("fc_norm", ["fc_norm.0.weight", "fc_norm.1.weight", "fc_norm.2.weight"]), ("norm_before_fc", ["input_norm.weight"])])
