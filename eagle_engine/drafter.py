@@ -40,9 +40,10 @@ class Drafter:
         attention, mlp = config.prefix + "self_attn.", config.prefix + "mlp."
         groups = [("fc",), tuple(f"{attention}{name}_proj" for name in "qkv"), (attention + "o_proj",), (mlp + "gate_proj", mlp + "up_proj"), (mlp + "down_proj",)]
         self._weights: dict[tuple[str, ...], tuple[PackedWeight, Tensor | None]] = {}
+        expected = config.expected_tensors()
         for names in groups:
             weight = torch.cat([tensors[f"{name}.weight"].to(device, dtype) for name in names])
-            biases = [tensors[f"{name}.bias"].to(device, target.activation_dtype) for name in names if f"{name}.bias" in tensors]
+            biases = [tensors[f"{name}.bias"].to(device, target.activation_dtype) for name in names if f"{name}.bias" in expected]
             self._weights[names] = pack_weight(weight, layout), torch.cat(biases) if biases else None
         self._norms = {name.removesuffix(".weight"): tensor.to(device, torch.float32) for name, tensor in tensors.items() if tensor.dim() == 1 and "norm" in name}
         # Sized by what is served, not by max_position_embeddings of the drafter, which the published ones have far below their target's.

@@ -120,8 +120,8 @@ def _check_vocabulary(config: DrafterConfig, tensors: dict[str, Tensor]) -> None
         if (offsets is not None and offsets.any()) or (member is not None and not member.all()):
             raise EagleError(f"draft_vocab_size is the whole vocabulary of {vocab_size}, but d2t and t2d choose tokens: readers drop them then, so the two must say nothing")
         return
-    if not offsets.any():
-        raise EagleError(f"d2t is all zero for {draft_vocab_size} of {vocab_size} tokens: whatever wrote the file has lost the draft vocabulary")
+    if not offsets.any() and not member[:draft_vocab_size].all():
+        raise EagleError(f"d2t is all zero for {draft_vocab_size} of {vocab_size} tokens, and t2d names others than the first: whatever wrote the file has lost the draft vocabulary")
     ids = target_ids(offsets)
     bad = ((ids < 0) | (ids >= vocab_size)).nonzero()
     if len(bad):

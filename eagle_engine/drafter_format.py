@@ -83,7 +83,8 @@ def _layer(sizes: dict[str, Any], name: str) -> ModelConfig:
     layers = sizes.get("num_hidden_layers", 1)
     if layers != 1:
         raise EagleError(f"an {name} drafter has one layer, this one has {layers} (num_hidden_layers); drafters of several layers are not supported")
-    plain = {key: value for key, value in sizes.items() if key != "sliding_window"}
+    # The dtype is read from the tensors.
+    plain = {key: value for key, value in sizes.items() if key not in ("sliding_window", "dtype", "torch_dtype")}
     return ModelConfig.from_hf_dict(plain | {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1})
 
 

@@ -171,15 +171,19 @@ def test_weights_of_another_dtype_are_refused(tmp_path, name, dtype):
     refused(tmp_path, raw, tensors | {name: tensors[name].to(dtype)}, f"tensor {name} is {str(dtype)[6:]}; expected float32 or bfloat16 or float16")
 
 
-def test_matrices_in_eight_bits(tmp_path):
-    """Without scales they are what they say; with scales the file is refused, and so are norms in eight bits."""
-    raw, tensors = raw_and_tensors()
-    small = {name: tensor.to(torch.float8_e4m3fn) if tensor.dim() > 1 else tensor for name, tensor in tensors.items()}
-    _, read = read_drafter(write_drafter(tmp_path / "small", raw, small))
-    assert torch.equal(read["fc.weight"].float(), small["fc.weight"].float())
-    refused(tmp_path, raw, small | {"fc.weight_scale": torch.ones(())}, "fc.weight_scale")
-    (tmp_path / "other").mkdir()
-    refused(tmp_path / "other", raw, tensors | {"norm.weight": tensors["norm.weight"].to(torch.float8_e4m3fn)}, "tensor norm.weight is float8_e4m3fn; expected float32 or bfloat16 or float16")
+@pytest.mark.parametrize("make", [drafter_config, eagle3_config], ids=["eagle-1", "eagle-3"])
+def test_weights_in_8_bits_are_plain_numbers(tmp_path, make):
+    """As the trainer can export them, norms and biases in 16 bits; a scale beside a weight would be an unused tensor."""
+    raw = make(TARGET, torch_dtype="float8_e4m3fn")
+    tensors = {name: tensor.to(torch.float8_e4m3fn) if tensor.dim() == 2 else tensor for name, tensor in random_tensors(raw).items()}
+    directory = write_drafter(tmp_path / "d", raw, tensors)
+    wide = {name: tensor.float() if tensor.dtype == torch.float8_e4m3fn else tensor for name, tensor in tensors.items()}
+    drafters = [Drafter.from_directory(directory, TARGET, max_positions=64), Drafter(parse_drafter_config(raw), wide, TARGET, max_positions=64)]
+    features = torch.randn(4, 3 * 48 if raw.get("draft_vocab_size") else 48)
+    assert_exact(*(drafter.logits(drafter.fuse(features)) for drafter in drafters))
+    refused(tmp_path, raw, tensors | {"fc.weight_scale": torch.ones(())}, "unused tensor fc.weight_scale")
+    norm = next(name for name in tensors if name.endswith("post_attention_layernorm.weight"))
+    refused(tmp_path, raw, tensors | {norm: tensors[norm].to(torch.float8_e4m3fn)}, f"tensor {norm} is float8_e4m3fn; expected float32 or bfloat16 or float16")
 
 
 @pytest.mark.parametrize("flag, names", [("fc_norm", ["fc_norm.0.weight", "fc_norm.1.weight", "fc_norm.2.weight"]), ("norm_before_fc", ["input_norm.weight"])])
@@ -275,6 +279,14 @@ def test_a_token_twice_in_the_draft_vocabulary_is_named(tmp_path):
     raw, tensors = raw_and_tensors()
     twice = int(tensors["d2t"][7]) + 7
     refused(tmp_path, raw, edited(tensors, "d2t", put(20, twice - 20)), f"d2t: token {twice} stands 2 times")
+
+
+def test_the_first_tokens_may_be_the_draft_vocabulary(tmp_path):
+    """Then d2t is zero and t2d says so; an exporter that has lost the vocabulary leaves a t2d of other tokens, or of none."""
+    raw, tensors = raw_and_tensors()
+    first = torch.arange(VOCAB_SIZE) < 57
+    assert Drafter.from_directory(write_drafter(tmp_path / "first", raw, tensors | {"d2t": torch.zeros(57, dtype=torch.int64), "t2d": first}), TARGET, max_positions=64).draft_to_target.tolist() == list(range(57))
+    refused(tmp_path, raw, tensors | {"d2t": torch.zeros(57, dtype=torch.int64), "t2d": torch.zeros_like(first)}, "d2t is all zero for 57 of 83 tokens")
 
 
 def test_target_ids_instead_of_offsets_are_noticed(tmp_path):

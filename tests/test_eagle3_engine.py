@@ -111,6 +111,16 @@ def test_a_drafter_made_for_32_positions_serves_longer_sequences():
     assert outputs[0].stats.acceptance_by_depth == outputs[1].stats.acceptance_by_depth
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_bfloat16_weights_change_no_token(kind):
+    target = tiny_target("llama", num_hidden_layers=7, dtype=torch.bfloat16)
+    prompt, params = random_tokens(1, 11), SamplingParams(temperature=0.0, max_tokens=30)
+    expected = plain_tokens(target, prompt, params)
+    real = DRAFTERS[kind](target)
+    output = make_engine(target, bigram_drafter(target, [prompt + expected], real), **TREES["dynamic-wide"]).generate([prompt], params)[0]
+    assert output.token_ids == expected and output.stats.acceptance_length > 1.2
+
+
 def test_draft_tokens_are_target_tokens():
     """Everything drafted is in the draft vocabulary, by its target id; a vocabulary of 83 and of 57 is no multiple of any tile."""
     target = tiny_target("llama", num_hidden_layers=7)

@@ -9,7 +9,7 @@ from eagle_engine import EagleError, SamplingParams
 from eagle_engine.observation import ObservedTree, chosen_candidates
 from eagle_kernels import DraftPool, rerank
 from test_step_graphs import graphed
-from tiny_engines import TREES, bigram_drafter, make_engine, plain_tokens, random_drafter, tiny_target
+from tiny_engines import DRAFTERS, TREES, bigram_drafter, make_engine, plain_tokens, random_drafter, tiny_target
 from tiny_targets import VOCAB_SIZE, random_tokens
 
 SAMPLING = {"greedy": dict(temperature=0.0), "sampled": dict(temperature=0.8, top_p=0.95, seed=7)}
@@ -77,13 +77,14 @@ def test_accepted_paths_are_the_tokens_of_the_answer(tree, sampling):
     assert longest > 1
 
 
-@pytest.mark.parametrize("vocab", ["whole", "reduced"])
+@pytest.mark.parametrize("kind", [*DRAFTERS, "eagle-1-reduced"])
 @pytest.mark.parametrize("tree", TREES, ids=str)
-def test_scores_are_those_of_a_plain_run_of_the_drafter(tree, vocab):
+def test_scores_are_those_of_a_plain_run_of_the_drafter(tree, kind):
     """Every node's score is the sum of the log-probabilities along its path, the drafter run token by token behind the committed pairs."""
-    target = tiny_target("llama")
-    drafter = random_drafter(target, draft_vocab=None if vocab == "whole" else torch.arange(3, VOCAB_SIZE, 2))
-    draft_id = {token: i for i, token in enumerate(range(target.config.vocab_size) if vocab == "whole" else range(3, VOCAB_SIZE, 2))}
+    target = tiny_target("llama", num_hidden_layers=7)
+    drafter = random_drafter(target, draft_vocab=torch.arange(3, VOCAB_SIZE, 2)) if kind == "eagle-1-reduced" else DRAFTERS[kind](target)
+    tokens = range(VOCAB_SIZE) if drafter.draft_to_target is None else drafter.draft_to_target.tolist()
+    draft_id = {token: i for i, token in enumerate(tokens)}
     engine = make_engine(target, drafter, **TREES[tree])
     for seed, length in ((11, 19), (12, 4)):
         engine.add_request(random_tokens(seed, length), SamplingParams(temperature=0.0, max_tokens=20))
@@ -119,7 +120,7 @@ def after_path(drafter, state: dict[str, torch.Tensor], slot: int, path: tuple[i
     pending = int(state["num_pending"][slot])
     length = int(state["seq_lens"][slot]) - pending
     for i, token in enumerate([*state["pending_tokens"][slot, :pending].tolist(), *path]):
-        pair = state["pending_features"][slot, i][None, None] if i < pending else feature
+        pair = drafter.fuse(state["pending_features"][slot, i][None, None]) if i < pending else feature
         lens = torch.tensor([length + i], dtype=torch.int32)
         feature = drafter.forward(torch.tensor([[token]]), pair, torch.tensor([[length + i]]), cache, lens, page_table)
     return drafter.logits(feature)[0, 0].double().log_softmax(-1)
