@@ -8,7 +8,7 @@ from eagle_engine.drafter_config import DrafterConfig
 from eagle_engine.model_config import ModelConfig
 from eagle_engine.training.model import TrainableDrafter, initialise
 from eagle_engine.training.objective import Batch, UnrolledObjective
-from plain_drafters import plain_draft, plain_fuse, plain_layer, plain_logits
+from published_drafter import PublishedDrafter
 
 VOCAB, HIDDEN = 37, 24
 VARIANTS = {
@@ -26,6 +26,16 @@ VARIANTS = {
 def make_config(version: int, draft_vocab_size: int = VOCAB, **flags) -> DrafterConfig:
     layer = ModelConfig("llama", HIDDEN, 40, 1, 4, 2, 6, VOCAB, 1e-5, 500.0, 64)
     return DrafterConfig(version, layer, HIDDEN, draft_vocab_size=draft_vocab_size if version == 3 else 0, **flags)
+
+
+def published(config: DrafterConfig, drafter: TrainableDrafter, embedding: torch.Tensor, head: torch.Tensor) -> PublishedDrafter:
+    return PublishedDrafter(config.to_dict("float32"), {name: weight.detach() for name, weight in drafter.named_weights().items()}, embedding, head)
+
+
+def drafts(plain: PublishedDrafter, tokens: torch.Tensor, states: torch.Tensor, levels: int) -> torch.Tensor:
+    """Predicted features [levels, H] of the levels after n true states; tokens [n + levels]."""
+    n = len(states)
+    return plain.run(tokens[1 : n + levels].tolist(), states)[n - 1 :] if levels else states.new_zeros(0)
 
 
 def make_drafter(config: DrafterConfig, seed: int = 0) -> TrainableDrafter:
@@ -58,8 +68,8 @@ def test_unrolled_forward_is_drafting(variant):
     """Row t of level i has the feature that a drafter has after i levels of its own behind t true states: each conversation alone, from scratch."""
     config = make_config(**variant)
     drafter, batch, steps = make_drafter(config), make_batch(config, [[7, 5], [9]]), 3
-    weights = {name: weight.detach() for name, weight in drafter.named_weights().items()}
     embedding, seen = torch.randn(VOCAB, HIDDEN), []
+    plain = published(config, drafter, embedding, embedding)
     vocab = torch.arange(config.draft_vocab_size or VOCAB)
     objective = UnrolledObjective(drafter, embedding, torch.randn(len(vocab), HIDDEN), vocab, steps=steps, decay=1.0, token_weight=1.0, feature_weight=0.0)
     layer = drafter.layer
@@ -72,12 +82,12 @@ def test_unrolled_forward_is_drafting(variant):
             tokens, states = batch.tokens[row, at], batch.states[row, at]
             for t in range(len(at) - 1):
                 levels = min(steps, len(at) - 1 - t)
-                expected = plain_draft(weights, config, embedding, tokens, states[: t + 1], levels)
+                expected = drafts(plain, tokens, states[: t + 1], levels)
                 for level in range(levels):
                     torch.testing.assert_close(seen[level][row, at[t]].double(), expected[level], rtol=1e-4, atol=1e-4)
 
 
-def published_loss(config, weights, batch, embedding, target_head, draft_vocab, steps, decay, token_weight, feature_weight):
+def published_loss(plain, batch, target_head, draft_vocab, steps, decay, token_weight, feature_weight):
     """The published objective, token by token: sum over levels of decay^i times (cross-entropy over the draft vocabulary, zero where the target's choice lies outside, and smooth L1), over the number of
     positions."""
     total = 0.0
@@ -86,7 +96,7 @@ def published_loss(config, weights, batch, embedding, target_head, draft_vocab, 
             at = (batch.documents[row] == document).nonzero()[:, 0]
             tokens, states = batch.tokens[row, at], batch.states[row, at]
             for t in range(len(at)):
-                predicted = plain_draft(weights, config, embedding, tokens, states[: t + 1], min(steps, len(at) - 1 - t))
+                predicted = drafts(plain, tokens, states[: t + 1], min(steps, len(at) - 1 - t))
                 for i, feature in enumerate(predicted):
                     place = t + 1 + i  # the last token that the level is fed with; what follows it is learned
                     if place + 1 >= len(at) or not batch.supervised[row, at[place + 1]]:
@@ -94,7 +104,7 @@ def published_loss(config, weights, batch, embedding, target_head, draft_vocab, 
                     wanted = batch.features[row, at[place]].double()
                     if batch.best[row, at[place]] in draft_vocab:
                         probs = (wanted @ target_head[draft_vocab].double().T).softmax(-1)
-                        logits = plain_logits(weights, config, feature[None], target_head[draft_vocab])[0]
+                        logits = plain.logits(feature[None])[0]
                         total = total - decay**i * token_weight * (probs * logits.log_softmax(-1)).sum()
                     error = (feature - wanted).abs()
                     total = total + decay**i * feature_weight * torch.where(error < 1, 0.5 * error**2, error - 0.5).mean()
@@ -110,9 +120,9 @@ def test_loss_is_the_published_one(variant, objective):
     embedding, target_head = torch.randn(VOCAB, HIDDEN, generator=generator), torch.randn(VOCAB, HIDDEN, generator=generator)
     size = config.draft_vocab_size if config.has_own_vocab else VOCAB
     draft_vocab = torch.randperm(VOCAB, generator=generator)[:size].sort().values
-    weights = {name: weight.detach() for name, weight in drafter.named_weights().items()}
     loss, _ = UnrolledObjective(drafter, embedding, target_head[draft_vocab], draft_vocab, **objective)(batch)
-    expected = published_loss(config, weights, batch, embedding, target_head, draft_vocab, **objective)
+    plain = published(config, drafter, embedding, target_head[draft_vocab])
+    expected = published_loss(plain, batch, target_head, draft_vocab, **objective)
     torch.testing.assert_close(loss.detach().double(), expected, rtol=1e-4, atol=1e-5)
 
 
@@ -181,14 +191,16 @@ def test_weights_are_used_as_they_are_stored():
 
 @pytest.mark.parametrize("version", [1, 3])
 def test_a_new_drafter_passes_the_feature_on(version):
+    """But for the part of `fc` that is random, which the test takes away."""
     config = make_config(version)
     drafter, head, norm = TrainableDrafter(config), torch.randn(VOCAB, HIDDEN), torch.rand(HIDDEN) + 0.5
     initialise(drafter, 0, norm, head)
-    weights = {name: weight.detach() for name, weight in drafter.named_weights().items()}
-    states, embedded = torch.randn(6, config.fused_size), torch.randn(6, HIDDEN) * 0.01
-    weights["fc.weight"][:, : -HIDDEN] = 0
-    weights["fc.weight"][:, -HIDDEN:] = torch.eye(HIDDEN)
-    features = plain_fuse(weights, config, states)
-    torch.testing.assert_close(plain_layer(weights, config, embedded, features), features)
+    weights = drafter.named_weights()
+    assert weights["fc.weight"][:, :-HIDDEN].std() > 0
+    with torch.no_grad():
+        weights["fc.weight"][:, :-HIDDEN], weights["fc.weight"][:, -HIDDEN:] = 0, torch.eye(HIDDEN)
+    plain = published(config, drafter, torch.randn(VOCAB, HIDDEN), head)
+    states = torch.randn(6, config.fused_size)
+    torch.testing.assert_close(plain.layer(list(range(6)), plain.first_features(states)), states[:, -HIDDEN:].double())
     if version == 3:
         assert torch.equal(weights["lm_head.weight"], head) and torch.equal(weights["norm.weight"], norm)

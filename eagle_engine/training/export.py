@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -49,7 +50,10 @@ def export(directory: Path, config: DrafterConfig, weights: dict[str, Tensor], d
     if config.has_own_vocab:
         tensors["d2t"] = draft_vocab - torch.arange(len(draft_vocab))
         tensors["t2d"] = torch.zeros(config.layer.vocab_size, dtype=torch.bool).index_fill(0, draft_vocab, True)
-    save_file(tensors, partial / "model.safetensors", metadata={"format": "pt"})
+    try:
+        save_file(tensors, partial / "model.safetensors", metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise EagleError(f"the drafter cannot be written to {directory} ({shutil.disk_usage(partial).free / 1e6:.0f} MB are free): {error}; the last checkpoint is kept") from error
     (partial / "config.json").write_text(json.dumps(config.to_dict(dtype if stored.itemsize > 1 else "float16"), indent=1) + "\n")
     if config.version == 1:
         np.save(partial / RANKING_FILE, ranked(counts)[: min(_RANKED, int((counts > 0).sum()))].astype(np.int32))

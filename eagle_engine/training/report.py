@@ -72,8 +72,9 @@ def model_card(config: TrainConfig, drafter: DrafterConfig, data: TokenData, pos
     tree = ", ".join(f"{key} {value}" for key, value in MEASURED_TREE.items() if key != "tree")
     vocab = f"draft vocabulary: {drafter.draft_vocab_size} tokens, which are {100 * covered:.1f} % of those learned from" if config.version == 3 else f"trained on the {config.draft_vocab_size or drafter.layer.vocab_size} most frequent tokens, {100 * covered:.1f} % of those learned from"
     shares = " ".join(f"{share:.3f}" for share in last["acceptance_by_depth"])
-    hidden = ("target", "out", "data", "device", "threads", "stop_after_minutes", "num_prompts", "answer_batch_size", "log_steps", "checkpoint_steps", "evaluate_steps")
-    settings = "\n".join(f"| {key} | {value} |" for key, value in config.to_dict().items() if key not in hidden)
+    hidden = ("target", "out", "data", "device", "threads", "stop_after_minutes", "answer_batch_size", "log_steps", "checkpoint_steps", "evaluate_steps", "measure_prompts", "states_directory")
+    shown = config.to_dict() | ({"start_from": Path(config.start_from).name} if config.start_from else {})
+    settings = "\n".join(f"| {key} | {value} |" for key, value in shown.items() if key not in hidden and value is not None)
     lines = [
         f"# {name} drafter for {target}", "",
         f"Published {name} layout ({config.export_dtype}, {size / 1e6:.1f} MB); embeddings are the target's. Written by `eagle train`.", "",

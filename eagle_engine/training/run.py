@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedDataParallelKwargs, DistributedType
+from accelerate.utils import DistributedDataParallelKwargs, DistributedType, InitProcessGroupKwargs
 from torch import Tensor
 
 from eagle_engine.checkpoint import Checkpoint, open_checkpoint
@@ -32,6 +33,7 @@ from eagle_engine.training.model import TrainableDrafter, initialise
 from eagle_engine.training.objective import UnrolledObjective
 from eagle_engine.training.target_states import CachedStates, LiveStates, cache_states
 
+_LONGEST_WAIT = timedelta(days=7)  # of processes for the one that answers prompts and computes states
 _LARGEST_DEFAULT_VOCAB = 32_000  # of EAGLE-3, as published
 
 
@@ -53,7 +55,7 @@ def train(config: TrainConfig, *, progress: bool = True, say=print) -> Outcome:
     if config.device == "cuda" and not torch.cuda.is_available():
         raise EagleError("device cuda was asked for, but torch finds no GPU; use device cpu or auto")
     bf16 = config.precision == "bfloat16" or (config.precision == "auto" and not on_cpu)
-    accelerator = Accelerator(cpu=on_cpu, mixed_precision="bf16" if bf16 else "no", kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)])
+    accelerator = Accelerator(cpu=on_cpu, mixed_precision="bf16" if bf16 else "no", kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False), InitProcessGroupKwargs(timeout=_LONGEST_WAIT)])
     if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true" and accelerator.distributed_type != DistributedType.FSDP:
         raise EagleError(f"FSDP was asked for, but this is one process or has no GPU, and accelerate runs as {accelerator.distributed_type.value}: use several GPUs, or leave FSDP out")
     say = say if accelerator.is_main_process else lambda line: None

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
@@ -76,7 +76,11 @@ class CachedStates:
     def of_conversation(self, number: int) -> States:
         shard = int(np.searchsorted(self._first, number, side="right")) - 1
         if shard not in self._open:
-            self._open[shard] = safe_open(_shard_path(self.directory, shard), framework="pt")
+            path = _shard_path(self.directory, shard)
+            try:
+                self._open[shard] = safe_open(path, framework="pt")
+            except (OSError, SafetensorError) as error:
+                raise EagleError(f"{path} cannot be read: {error}; remove it, and it is computed again") from error
         file, base = self._open[shard], self._offsets[self._shards[shard].start]
         rows = slice(int(self._offsets[number] - base), int(self._offsets[number + 1] - base))
         features = file.get_slice("features")[rows]
@@ -134,6 +138,8 @@ def _write_shard(source: LiveStates, directory: Path, number: int, shard: range,
     try:
         save_file(tensors, partial)
         os.replace(partial, path)
+    except (OSError, SafetensorError) as error:
+        raise EagleError(f"the target's states cannot be written to {path} ({shutil.disk_usage(directory).free / 1e6:.0f} MB are free): {error}") from error
     finally:
         partial.unlink(missing_ok=True)
 
