@@ -16,6 +16,9 @@ from eagle_engine.training.objective import Batch
 from eagle_engine.training.target_states import CachedStates, LiveStates
 
 
+_LENGTH_STEP = 64  # the CPU's matrix library keeps a plan, and memory, for every size that it meets
+
+
 class Place(NamedTuple):
     """Where in the data a batch comes from; rows: the conversations of each row, by number."""
 
@@ -73,10 +76,11 @@ class Batches:
             yield self.collate(mine[start : start + self._batch_size])
 
     def collate(self, rows: list[list[int]]) -> Batch:
-        """A batch of these conversations, as long as the longest row."""
+        """A batch of these conversations, as long as the longest row and a little more: lengths are multiples of _LENGTH_STEP where max_length lets them."""
         data = self.data
         found = self._states_of([number for row in rows for number in row])
         length = max(sum(int(data.lengths[number]) for number in row) for row in rows)
+        length = min(max(self.max_length, length), -(-length // _LENGTH_STEP) * _LENGTH_STEP)
         first = next(iter(found.values()))
         batch = Batch(
             tokens=torch.zeros(len(rows), length, dtype=torch.int64),

@@ -11,6 +11,9 @@ from torch import Tensor, nn
 from eagle_engine.training.model import TrainableDrafter, UnrolledAttention
 
 
+_ROW_STEP = 64  # rows whose logits are taken are filled up to a multiple of this
+
+
 class Batch(NamedTuple):
     """Rows of L tokens, each with several conversations one after the other.
 
@@ -111,19 +114,29 @@ class UnrolledObjective(nn.Module):
             features = drafter.layer(drafter.embed(_shifted(batch.tokens, 1 + step), self.embedding), features, attend)
             fed = _shifted(taught, 1 + step) & (_shifted(batch.documents, 1 + step, -1) == batch.documents)
             row, place = fed.nonzero(as_tuple=True)
+            count = len(row)
+            if count == 0:
+                loss = loss + 0.0 * features.sum()
+                sums.append(torch.zeros(len(Sums._fields), dtype=torch.float64, device=loss.device))
+                continue
+            # Filled up with rows that count for nothing: the CPU's matrix library keeps a plan, and memory, for every number of rows that it meets.
+            row, place = (torch.cat((index, index[:1].expand(-count % _ROW_STEP))) for index in (row, place))
             predicted, at = features[row, place], number[row, place + 1 + step]
             chosen = best[at]
+            chosen[count:] = -1
             per_row, right = SoftCrossEntropy.apply(drafter.logits(predicted, self.target_head), target_probs, at, chosen)
             token_loss = per_row.sum()
             feature_loss = token_loss.new_zeros(())
             if self.feature_weight:
-                feature_loss = F.smooth_l1_loss(predicted.float(), batch.features[row, place + 1 + step].float(), reduction="none").mean(-1).sum()
+                wanted = batch.features[row[:count], place[:count] + 1 + step].float()
+                feature_loss = F.smooth_l1_loss(predicted[:count].float(), wanted, reduction="none").mean(-1).sum()
             loss = loss + self.decay**step * (self.token_weight * token_loss + self.feature_weight * feature_loss) / (rows * (self.row_length or length))
             with torch.no_grad():
+                row, place = row[:count], place[:count]
                 before = reached[row, place]
-                right = before & right
+                right = before & right[:count]
                 reached = torch.zeros_like(reached).index_put((row, place), right)
-                sums.append(torch.stack([torch.tensor(len(row), device=loss.device), before.sum(), right.sum(), token_loss, feature_loss]).double())
+                sums.append(torch.stack([torch.tensor(count, device=loss.device), before.sum(), right.sum(), token_loss, feature_loss]).double())
         return loss, Sums(*torch.stack(sums, dim=1))
 
 
