@@ -20,6 +20,7 @@ SOURCES = [
     "csrc/cpu/isa_portable.cpp",
     "csrc/cpu/isa_avx2.cpp",
     "csrc/cpu/isa_avx512.cpp",
+    "csrc/cpu/isa_amx.cpp",
     "csrc/cpu/expand_topk.cpp",
     "csrc/cpu/rerank.cpp",
     "csrc/cpu/accept.cpp",

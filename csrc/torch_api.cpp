@@ -64,7 +64,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     });
     m.def("available_isas", [] {
         std::vector<std::string> names;
-        for (const char* name : {"portable", "avx2", "avx512"})
+        for (const char* name : {"portable", "avx2", "avx512", "amx"})
             if (eagle::isa_available(name)) names.push_back(name);
         return names;
     });

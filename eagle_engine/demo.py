@@ -21,9 +21,13 @@ _SIZE = 98_362_432
 _SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 
-def demo_drafter_path() -> Path:
-    """Directory of the EAGLE-1/2 drafter for the demo target."""
-    return Path(__file__).parent / "data" / "drafter-smollm2-135m"
+# The drafters that ship for the demo target, by the name that `draft` takes; the first is what "auto" means, as the faster one on a CPU (bench/NOTES.md).
+DEMO_DRAFTERS = {"eagle1": "drafter-smollm2-135m", "eagle3": "drafter-smollm2-135m-eagle3"}
+
+
+def demo_drafter_path(name: str = "eagle1") -> Path:
+    """Directory of a drafter for the demo target: "eagle1" (EAGLE-1/2) or "eagle3"."""
+    return Path(__file__).parent / "data" / DEMO_DRAFTERS[name]
 
 
 def demo_target_path(progress: bool = True) -> Path:

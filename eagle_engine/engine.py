@@ -120,7 +120,7 @@ class Engine:
         """Load a target and its drafter.
 
         target       "demo", a Hugging Face directory or hub id, or a .gguf file
-        draft        a drafter directory in a published format of EAGLE-1/2 or EAGLE-3 (speculators' and SGLang's among them), or a hub id; "auto": the demo's drafter with the demo target, else an error that asks for one;
+        draft        a drafter directory in a published format of EAGLE-1/2 or EAGLE-3 (speculators' and SGLang's among them), or a hub id; "auto": the demo's drafter with the demo target, else an error that asks for one; "eagle1", "eagle3": those of the demo target;
                      None or "none": plain decoding
         device       "cpu", "cuda", or "auto": CUDA where there is a GPU
         dtype        of the weights: "float32" (CPU), "bfloat16", "float16" (CUDA), or "auto": on the CPU float32 for float32 checkpoints and bfloat16 for all others, GGUF files among them;

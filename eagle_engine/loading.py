@@ -8,7 +8,7 @@ import torch
 
 from eagle_engine.checkpoint import open_checkpoint
 from eagle_engine.config import EagleConfig
-from eagle_engine.demo import demo_drafter_path, demo_target_path
+from eagle_engine.demo import DEMO_DRAFTERS, demo_drafter_path, demo_target_path
 from eagle_engine.drafter import Drafter
 from eagle_engine.errors import EagleError
 from eagle_engine.target import TargetModel
@@ -29,6 +29,8 @@ def drafter_path(draft: str | Path | None, is_demo: bool) -> Path | None:
         if is_demo:
             return demo_drafter_path()
         raise EagleError("no drafter is known for this target: give draft a drafter directory or hub id, or 'none' for plain decoding")
+    if is_demo and str(draft) in DEMO_DRAFTERS:
+        return demo_drafter_path(str(draft))
     path = Path(draft).expanduser()
     if path.exists() or str(draft).startswith((".", "/", "~")) or str(draft).count("/") != 1:
         return path
@@ -90,7 +92,7 @@ def load_models(
     drafter = None
     if draft_path is not None:
         if draft_vocab == "auto":
-            draft_vocab = DEMO_DRAFT_VOCAB if draft_path == demo_drafter_path() else None
+            draft_vocab = DEMO_DRAFT_VOCAB if draft_path == demo_drafter_path("eagle1") else None
         drafter = Drafter.from_directory(draft_path, model, max_positions=max_positions, draft_vocab=draft_vocab, layer_ids=draft_layer_ids)
     return model, drafter, Tokenizer.from_checkpoint(checkpoint)
 

@@ -1,5 +1,7 @@
 """Loads the native extension; the ops of `torch.ops.eagle_kernels` exist once this module has been imported."""
 
+import os
+
 import torch  # noqa: F401  (its libraries must be loaded first)
 
 try:
@@ -13,14 +15,14 @@ OPS = torch.ops.eagle_kernels
 
 
 def isa() -> str:
-    """Instruction set of the CPU kernels in use: "avx512", "avx2" or "portable"."""
+    """Instruction set of the CPU kernels in use: "amx", "avx512", "avx2" or "portable"."""
     return _C.isa()
 
 
 def set_isa(name: str) -> None:
-    """Choose the instruction set of the CPU kernels for this process; all give the same bits.
+    """Choose the instruction set of the CPU kernels for this process; without it, or EAGLE_ISA in the environment, the best one of the processor.
 
-    Raises ValueError when the processor lacks it.
+    All give the same bits, but for products with bf16 weights under "amx", which adds in another order: there too a row's bits depend on that row alone. ValueError when the processor lacks it.
     """
     _C.set_isa(name)
 
@@ -29,6 +31,12 @@ def available_isas() -> list[str]:
     """Instruction sets that this processor has, "portable" first."""
     return _C.available_isas()
 
+
+if os.environ.get("EAGLE_ISA"):
+    try:
+        set_isa(os.environ["EAGLE_ISA"])
+    except ValueError as error:
+        raise ImportError(f"EAGLE_ISA: {error}; this processor has {', '.join(available_isas())}") from None
 
 _POOL_FIELDS = {"pool_tokens": "pool.tokens", "pool_scores": "pool.scores", "pool_parents": "pool.parents"}
 

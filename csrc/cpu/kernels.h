@@ -35,6 +35,7 @@ extern const Kernels kernels_portable;
 #if defined(__x86_64__)
 extern const Kernels kernels_avx2;
 extern const Kernels kernels_avx512;
+extern const Kernels kernels_amx;
 #endif
 
 // The kernels of the best instruction set of this processor, or those chosen by set_isa.

@@ -153,7 +153,7 @@ def _prompt_form(sub: argparse.ArgumentParser) -> None:
 def _models(sub: argparse.ArgumentParser, batch: bool = True) -> None:
     group = sub.add_argument_group("models")
     group.add_argument("--target", default="demo", metavar="MODEL", help="demo, a Hugging Face directory, a .gguf file or a hub id (default: %(default)s)")
-    group.add_argument("--draft", default="auto", metavar="DRAFTER", help="a drafter directory, a hub id, none (plain decoding), or auto: the demo's with the demo target (default: %(default)s)")
+    group.add_argument("--draft", default="auto", metavar="DRAFTER", help="a drafter directory, a hub id, none (plain decoding), eagle1 or eagle3: those of the demo target, or auto: the demo's faster one (default: %(default)s)")
     group.add_argument("--dtype", choices=DTYPES, default="auto", help="of the weights; auto: float32 for float32 checkpoints on the CPU, float16 for float16 ones on CUDA, else bfloat16")
     group.add_argument("--device", choices=DEVICES, default="auto", help="auto: CUDA where there is a GPU (default: %(default)s)")
     group.add_argument("--deterministic", action="store_true", help="CUDA: kernels whose results do not depend on the number of rows, so that the tokens are those of plain decoding bit for bit; the CPU has no others")
