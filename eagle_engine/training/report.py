@@ -82,7 +82,7 @@ def model_card(config: TrainConfig, drafter: DrafterConfig, data: TokenData, pos
         f"{len(data)} conversations, {int(data.held_out.sum())} of them held out; {learned} tokens of the assistant to learn from, {position.tokens} seen in all passes. {vocab[0].upper() + vocab[1:]}.",
         f"Files: {', '.join(Path(path).name for path in config.data)}. Conversations with a prompt of the evaluation suites (MT-bench, HumanEval, GSM8K) are left out.",
     ]  # fmt: skip
-    lines += [f"{count} conversations left out: {reason}." for reason, count in left_out.items()]
+    lines += [f"{count} left out: {reason}." for reason, count in left_out.items()]
     lines += [
         "", "## What it reached", "", "| measure | figure |", "| --- | --- |",
         f"| share of drafts that are the target's choice on held-out conversations, given that those before are: depth 1, 2, ... | {shares} |",
