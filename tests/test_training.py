@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from eagle_engine import Engine, SamplingParams
 from eagle_engine.checkpoint import open_checkpoint
 from eagle_engine.drafter import Drafter
@@ -100,6 +101,54 @@ def test_death_while_a_checkpoint_is_written(target, data, tmp_path, monkeypatch
     config.checkpoint_steps = 3
     assert quietly(config)[0].finished
     assert_same_weights(tmp_path / "whole", tmp_path / "killed")
+
+
+@pytest.mark.parametrize("name", ["config.json", "left_out.json", "states.json", "metrics.jsonl"])
+def test_death_while_a_small_file_is_written(target, data, tmp_path, monkeypatch, name):
+    """At the first and at the second start of the run; the command goes on each time."""
+    config = tiny_config(target, tmp_path / "run", data, epochs=0.5)
+    write_text = Path.write_text
+
+    def die(self, text, *args, **options):
+        write_text(self, text[: len(text) // 2] if self.name.startswith(name) else text, *args, **options)
+        if self.name.startswith(name):
+            raise Killed
+
+    for minutes in (1e-9, None):
+        config.stop_after_minutes = minutes
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "write_text", die)
+            try:
+                quietly(config)
+            except Killed:
+                pass
+        outcome, _ = quietly(config)
+    assert outcome.finished and read_metrics(tmp_path / "run" / "metrics.jsonl")[0]["step"] == 0 and json.loads((tmp_path / "run" / "left_out.json").read_text()) == {}
+
+
+def test_death_between_the_data_and_what_was_left_out(target, data, tmp_path, monkeypatch):
+    save = TokenData.save
+
+    def die(self, path):
+        save(self, path)
+        raise Killed
+
+    config = tiny_config(target, tmp_path / "run", data, epochs=0.2)
+    with monkeypatch.context() as patch:
+        patch.setattr(TokenData, "save", die)
+        with pytest.raises(Killed):
+            quietly(config)
+    assert quietly(config)[0].finished
+
+
+@pytest.mark.parametrize("name", ["position.json", "model.safetensors", "optimizer.bin"])
+def test_damaged_checkpoint(target, data, tmp_path, name):
+    config = tiny_config(target, tmp_path / "run", data, stop_after_minutes=1e-9, epochs=0.2)
+    quietly(config)
+    path = loop._checkpoints(tmp_path / "run")[-1] / name
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    with pytest.raises(EagleError, match="step-00000001 cannot be read: .*; remove it, and the run goes on from the checkpoint before it, or from the start"):
+        quietly(config)
 
 
 def command(config: TrainConfig) -> list[str]:
@@ -208,6 +257,59 @@ def test_checkpoint_of_another_target_data_or_setting(target, data, tmp_path):
     (tmp_path / "run" / "data.npz").unlink()
     with pytest.raises(EagleError, match="another data"):
         quietly(tiny_config(target, tmp_path / "run", write_conversations(tmp_path / "more.jsonl", 70, seed=1)))
+
+
+def test_answers_of_another_target(target, tmp_path, monkeypatch):
+    """A run that was stopped while the target answered does not go on with another one."""
+    config = tiny_config(target, tmp_path / "run", write_prompts(tmp_path / "prompts.jsonl", 4), max_new_tokens=4)
+    with monkeypatch.context() as patch:
+        patch.setattr(run, "build_data", lambda *args: (_ for _ in ()).throw(Killed()))
+        with pytest.raises(Killed):
+            quietly(config)
+    config.target = str(make_target(tmp_path / "other", case="llama-mha"))
+    with pytest.raises(EagleError, match=r"answers.jsonl holds answers of target .*, now it is .*other: give the old one"):
+        quietly(config)
+
+
+def test_a_run_keeps_its_data(target, data, tmp_path):
+    """Other files are not passed over in silence, and the model card names what was learned from."""
+    config = tiny_config(target, tmp_path / "run", data, epochs=0.2, stop_after_minutes=1e-9)
+    quietly(config)
+    more = write_conversations(tmp_path / "more.jsonl", 5, seed=1)
+    _, lines = quietly(tiny_config(target, tmp_path / "run", more, epochs=0.2))
+    assert f"the run goes on with its own data, made from {data}; other files need another run directory" in lines
+    assert "Files: conversations.jsonl." in (tmp_path / "run" / "drafter" / "README.md").read_text()
+
+
+def test_accumulation_over_more_than_an_epoch(target, data, tmp_path):
+    """As many rows are learned from as without: updates run across the ends of epochs."""
+    _, lines = quietly(tiny_config(target, tmp_path / "run", data, epochs=4.0, gradient_accumulation=40))
+    _, plain = quietly(tiny_config(target, tmp_path / "plain", data, epochs=4.0))
+    updates, batches = (int(next(line for line in said if line.endswith(" updates")).split()[0]) for said in (lines, plain))
+    assert updates == batches // 40 > 1
+
+
+@pytest.fixture
+def fresh_accelerate():
+    """accelerate keeps one state for a process, with one precision."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def test_held_out_figures_are_computed_in_float32(target, data, tmp_path, monkeypatch, fresh_accelerate):
+    seen: dict[bool, set[torch.dtype]] = {True: set(), False: set()}
+    logits = run.TrainableDrafter.logits
+
+    def spy(self, features, target_head):
+        result = logits(self, features, target_head)
+        seen[self.training].add(result.dtype)
+        return result
+
+    monkeypatch.setattr(run.TrainableDrafter, "logits", spy)
+    for version in (1, 3):
+        quietly(tiny_config(target, tmp_path / f"run{version}", data, version=version, epochs=0.2, precision="bfloat16"))
+    assert seen == {True: {torch.bfloat16}, False: {torch.float32}}
 
 
 @pytest.mark.parametrize(

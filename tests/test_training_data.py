@@ -14,9 +14,10 @@ from eagle_engine.errors import EagleError
 from eagle_engine.evaluation import load_prompts
 from eagle_engine.tokenizer import Tokenizer
 from eagle_engine.training.answers import ChatPrompt
+from eagle_engine.training.batches import Batches
 from eagle_engine.training.conversations import Conversation, EvaluationTexts, LeftOut, encode_conversation, read_files, sample_by_category
 from eagle_engine.training.dataset import TokenData, build_data, pack
-from eagle_engine.training.target_states import LiveStates, cache_states
+from eagle_engine.training.target_states import LiveStates, States, cache_states
 from eagle_engine.transformers_model import load_model
 from tiny_pair import save_tokenizer
 from tiny_targets import save_directory
@@ -242,6 +243,21 @@ def test_packing_keeps_every_conversation_once(seed):
     filled = [sum(data.lengths[number] for number in row) for row in rows]
     assert max(filled) <= 64 and sum(filled) / (64 * len(rows)) > 0.9
     assert rows != pack(data, chosen, 64, random.Random(seed + 1)) and rows == pack(data, chosen, 64, random.Random(seed))
+
+
+@pytest.mark.parametrize("num_processes", [1, 2, 3, 7])
+def test_held_out_conversations_are_shared_out(num_processes):
+    """Each stands with one process, once; every process has as many batches, as sharded weights need."""
+
+    class NoStates:
+        def of(self, token_ids):
+            return [States(torch.zeros(len(ids), 2), torch.zeros(len(ids), 2), torch.zeros(len(ids), dtype=torch.int64)) for ids in token_ids]
+
+    data = build_data([conversation(str(i), [i], [i] * (1 + i % 9)) for i in range(60)], 16, 0.3, LeftOut())
+    shares = [list(Batches(data, NoStates(), max_length=16, batch_size=2, seed=0, process=i, num_processes=num_processes).held_out()) for i in range(num_processes)]
+    assert len({len(share) for share in shares}) == 1
+    learned = sorted(token for share in shares for batch in share for token in batch.tokens[batch.supervised].tolist())
+    assert learned == sorted(data.tokens[np.repeat(data.held_out, data.lengths) & data.supervised].tolist())
 
 
 @pytest.mark.parametrize("case", ["llama", "llama-llama3-rope-head-dim", "mistral-window", "mixtral", "qwen2", "qwen3-tied"])

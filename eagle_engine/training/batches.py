@@ -66,11 +66,12 @@ class Batches:
             epoch += 1
 
     def held_out(self) -> Iterator[Batch]:
-        """This process's share of the held-out conversations, each once."""
+        """This process's share of the held-out conversations, each once; batches with nothing to learn where others have one more, since sharded weights are gathered by all processes together."""
         rows = pack(self.data, np.flatnonzero(self.data.held_out), self.max_length)
-        mine = rows[self._process :: self._num_processes]
-        for start in range(0, len(mine), self._batch_size):
-            yield self.collate(mine[start : start + self._batch_size])
+        for start in range(0, len(rows), self._batch_size * self._num_processes):
+            mine = rows[start + self._process * self._batch_size :][: self._batch_size]
+            batch = self.collate(mine or rows[:1])
+            yield batch if mine else batch._replace(supervised=torch.zeros_like(batch.supervised))
 
     def collate(self, rows: list[list[int]]) -> Batch:
         """A batch of these conversations, as long as the longest row."""

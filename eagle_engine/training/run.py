@@ -32,6 +32,7 @@ from eagle_engine.training.loop import Trainer
 from eagle_engine.training.model import TrainableDrafter, initialise
 from eagle_engine.training.objective import UnrolledObjective
 from eagle_engine.training.target_states import CachedStates, LiveStates, cache_states
+from eagle_engine.training.whole_file import write_whole
 
 _LONGEST_WAIT = timedelta(days=7)  # of processes for the one that answers prompts and computes states
 _LARGEST_DEFAULT_VOCAB = 32_000  # of EAGLE-3, as published
@@ -60,7 +61,7 @@ def train(config: TrainConfig, *, progress: bool = True, say=print) -> Outcome:
         raise EagleError(f"FSDP was asked for, but this is one process or has no GPU, and accelerate runs as {accelerator.distributed_type.value}: use several GPUs, or leave FSDP out")
     say = say if accelerator.is_main_process else lambda line: None
     progress = progress and accelerator.is_main_process
-    _check_settings(config, out, accelerator)
+    _check_settings(config, out, accelerator, say)
 
     checkpoint = open_checkpoint(demo_target_path(progress) if config.target == DEMO else config.target)
     tokenizer = Tokenizer.from_checkpoint(checkpoint)
@@ -152,14 +153,26 @@ def drafter_config_of(config: TrainConfig, target: ModelConfig) -> DrafterConfig
     return drafter
 
 
-def _check_settings(config: TrainConfig, out: Path, accelerator: Accelerator) -> None:
-    """Record the settings of a new run; compare those of one that goes on."""
+def _check_settings(config: TrainConfig, out: Path, accelerator: Accelerator, say) -> None:
+    """Record the settings of a new run; compare those of one that goes on. The data of a run are made once: config.data becomes what they were made from."""
     path = out / "config.json"
     if accelerator.is_main_process:
         if path.is_file():
-            check_same_run(config, json.loads(path.read_text()), out)
-        path.write_text(json.dumps(config.to_dict(), indent=1) + "\n")
+            try:
+                recorded = json.loads(path.read_text(encoding="utf-8"))
+            except ValueError as error:
+                raise EagleError(f"{path} is damaged ({error}): remove it if the settings are the ones that the run was started with") from error
+            check_same_run(config, recorded, out)
+            if (out / "data.npz").is_file():
+                if config.data and config.data != recorded["data"]:
+                    say(f"the run goes on with its own data, made from {', '.join(recorded['data'])}; other files need another run directory")
+                config.data = recorded["data"]
+            elif (out / "answers.jsonl").is_file() and config.target != recorded["target"]:
+                raise EagleError(f"{out / 'answers.jsonl'} holds answers of target {recorded['target']}, now it is {config.target}: give the old one, or another run directory")
+        write_whole(path, json.dumps(config.to_dict(), indent=1) + "\n")
     accelerator.wait_for_everyone()
+    if not path.is_file():
+        raise EagleError(f"{path}, which the first process has written, is not here: several machines need a run directory that all of them share")
 
 
 def _data(config: TrainConfig, out: Path, tokenizer: Tokenizer, progress: bool, say) -> TokenData:
@@ -182,8 +195,9 @@ def _data(config: TrainConfig, out: Path, tokenizer: Tokenizer, progress: bool, 
     data = build_data(conversations, config.max_length, config.validation_share, left_out)
     for line in left_out.lines():
         say(line)
+    # data.npz is the last: with it this step is done.
+    write_whole(out / "left_out.json", json.dumps(dict(left_out.counts), indent=1) + "\n")
     data.save(path)
-    (out / "left_out.json").write_text(json.dumps(dict(left_out.counts), indent=1) + "\n")
     return data
 
 

@@ -18,6 +18,7 @@ from tqdm import tqdm
 
 from eagle_engine.errors import EagleError
 from eagle_engine.training.dataset import TokenData
+from eagle_engine.training.whole_file import write_whole
 
 _SHARD_TOKENS = 1 << 16
 _BATCH_TOKENS = 4096  # of a forward of the target
@@ -115,7 +116,7 @@ def cache_states(make_source: Callable[[tuple[int, ...]], LiveStates], directory
         needed, free = tokens * (width * source.dtype.itemsize + 4), shutil.disk_usage(directory).free
         if needed * 1.02 > free:
             raise EagleError(f"the target's states of {tokens} tokens need {needed / 1e9:.1f} GB in {directory}, {free / 1e9:.1f} GB are free: use fewer conversations, or states 'live'")
-        marker.write_text(json.dumps(description))
+        write_whole(marker, json.dumps(description))
         with tqdm(total=tokens, desc=f"states of the target ({needed / 1e9:.1f} GB)", unit="token", unit_scale=True, disable=not progress) as bar:
             for number in missing:
                 _write_shard(source, directory, number, shards[number], data, bar)
