@@ -8,11 +8,14 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType
 from eagle_engine import Engine, SamplingParams
 from eagle_engine.checkpoint import open_checkpoint
 from eagle_engine.drafter import Drafter
@@ -312,12 +315,46 @@ def test_held_out_figures_are_computed_in_float32(target, data, tmp_path, monkey
     assert seen == {True: {torch.bfloat16}, False: {torch.float32}}
 
 
+def test_what_is_too_long_is_counted(target, tmp_path, capfd):
+    """Prompts that cannot be answered, and conversations beyond the positions that the target knows; nothing of it on the standard output."""
+    prompts = write_prompts(tmp_path / "prompts.jsonl", 20)
+    with open(prompts, "a") as file:
+        file.write(json.dumps({"prompt": "ab" * 100}) + "\n")
+        file.write(json.dumps({"messages": [{"role": "user", "content": "ab" * 100}, {"role": "assistant", "content": "a"}]}) + "\n")
+    config = tiny_config(target, tmp_path / "run", prompts, max_length=2000, max_new_tokens=4, temperatures=[0.0], batch_size=1, epochs=1.0)
+    _, lines = quietly(config)
+    assert json.loads((tmp_path / "run" / "left_out.json").read_text()) == {"the prompt could not be answered": 1, "longer than max_length 128": 1}
+    assert any(line.startswith("1 left out: the prompt could not be answered (first: prompts.jsonl:prompts.jsonl, line 21: ") for line in lines)
+    assert capfd.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    "kind, version, message",
+    [(DistributedType.FSDP, 1, "set fsdp_version: 2"), (DistributedType.DEEPSPEED, 0, "accelerate runs as DEEPSPEED"), (DistributedType.FSDP, 2, None), (DistributedType.MULTI_GPU, 0, None)],
+    ids=["fsdp1", "deepspeed", "fsdp2", "ddp"],
+)  # fmt: skip
+def test_ways_of_distribution(kind, version, message):
+    accelerator = SimpleNamespace(distributed_type=kind, state=SimpleNamespace(fsdp_plugin=SimpleNamespace(fsdp_version=version)))
+    with nullcontext() if message is None else pytest.raises(EagleError, match=message):
+        run._check_distribution(accelerator)
+
+
+def test_packages_are_asked_for_before_hours_have_gone_by(tmp_path, monkeypatch, capsys):
+    from eagle_engine.cli import main
+    from eagle_engine.cli import train as command_module
+
+    monkeypatch.setattr(command_module, "find_spec", lambda name: None if name == "matplotlib" else object())
+    assert main(["train", "--target", "demo", "--out", str(tmp_path / "run")]) == 2
+    assert "training needs matplotlib: install the extra" in capsys.readouterr().err and not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize(
     "options, message",
     [(dict(version=2), "version: expected 1"), (dict(version=1, fc_norm=True), "fc_norm is an option of EAGLE-3"), (dict(batch_size=0), "batch_size: expected a whole number of at least 1"),
      (dict(learning_rate=0.0), "learning_rate: expected a number above 0"), (dict(validation_share=1.0), "validation_share"), (dict(export_dtype="int8"), "export_dtype: expected one of"),
      (dict(temperatures=[]), "temperatures: expected at least one"), (dict(states="disk"), "states: expected one of"), (dict(epochs="two"), "epochs: expected float, got 'two'"),
-     (dict(batch_size=2.5), "batch_size: expected int, got 2.5"), (dict(temperatures=[0.5, "x"]), "temperatures: expected list")],
+     (dict(batch_size=2.5), "batch_size: expected int, got 2.5"), (dict(temperatures=[0.5, "x"]), "temperatures: expected list"),
+     (dict(epochs=float("inf")), "epochs: expected a number above 0, got inf"), (dict(temperatures=[float("nan")]), "temperatures: expected"), (dict(seed=-1), "seed: expected a whole number from 0")],
     ids=lambda value: None if isinstance(value, str) else "-".join(value),
 )  # fmt: skip
 def test_bad_settings(tmp_path, options, message):

@@ -260,6 +260,22 @@ def test_held_out_conversations_are_shared_out(num_processes):
     assert learned == sorted(data.tokens[np.repeat(data.held_out, data.lengths) & data.supervised].tolist())
 
 
+def test_live_states_pad_little():
+    """Conversations of a batch go through the target with others of like length: one long one does not make the short ones as long."""
+    forwards = []
+
+    class Recorded:
+        def of(self, token_ids):
+            forwards.append([len(ids) for ids in token_ids])
+            return [States(torch.full((len(ids), 2), float(ids[0])), torch.zeros(len(ids), 2), torch.zeros(len(ids), dtype=torch.int64)) for ids in token_ids]
+
+    data = build_data([conversation(str(i), [i], [7] * (2000 if i % 20 == 0 else 10 + i)) for i in range(60)], 2048, 0.1, LeftOut())
+    batch = Batches(data, Recorded(), max_length=2048, batch_size=2, seed=0).collate([list(range(0, 20)), list(range(20, 40))])
+    assert sum(len(lengths) * max(lengths) for lengths in forwards) < 1.5 * sum(map(sum, forwards)) and max(len(lengths) * max(lengths) for lengths in forwards) <= 4096
+    first = batch.position_ids.eq(0) & (batch.documents >= 0)
+    assert torch.equal(batch.states[first][:, 0].long(), batch.tokens[first])
+
+
 @pytest.mark.parametrize("case", ["llama", "llama-llama3-rope-head-dim", "mistral-window", "mixtral", "qwen2", "qwen3-tied"])
 def test_states_are_those_that_decoding_hands_over(tmp_path, case):
     """The trainer's features and likeliest tokens, padded in a batch, against the engine's target."""

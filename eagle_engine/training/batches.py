@@ -13,7 +13,7 @@ import torch
 from eagle_engine.errors import EagleError
 from eagle_engine.training.dataset import TokenData, pack
 from eagle_engine.training.objective import Batch
-from eagle_engine.training.target_states import CachedStates, LiveStates
+from eagle_engine.training.target_states import CachedStates, LiveStates, States, batches_of_like_length
 
 
 class Place(NamedTuple):
@@ -103,9 +103,12 @@ class Batches:
                 at += size
         return batch
 
-    def _states_of(self, numbers: list[int]) -> dict[int, object]:
+    def _states_of(self, numbers: list[int]) -> dict[int, States]:
         if isinstance(self.states, CachedStates):
             return {number: self.states.of_conversation(number) for number in numbers}
         data = self.data
-        states = self.states.of([data.tokens[data.offsets[number] : data.offsets[number + 1]] for number in numbers])
-        return {number: type(one)(*(tensor.cpu() for tensor in one)) for number, one in zip(numbers, states)}
+        found = {}
+        for batch in batches_of_like_length(numbers, data.lengths):
+            for number, states in zip(batch, self.states.of([data.tokens[data.offsets[number] : data.offsets[number + 1]] for number in batch])):
+                found[number] = States(*(tensor.cpu() for tensor in states))
+        return found

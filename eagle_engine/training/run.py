@@ -57,6 +57,7 @@ def train(config: TrainConfig, *, progress: bool = True, say=print) -> Outcome:
         raise EagleError("device cuda was asked for, but torch finds no GPU; use device cpu or auto")
     bf16 = config.precision == "bfloat16" or (config.precision == "auto" and not on_cpu)
     accelerator = Accelerator(cpu=on_cpu, mixed_precision="bf16" if bf16 else "no", kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False), InitProcessGroupKwargs(timeout=_LONGEST_WAIT)])
+    _check_distribution(accelerator)
     if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true" and accelerator.distributed_type != DistributedType.FSDP:
         raise EagleError(f"FSDP was asked for, but this is one process or has no GPU, and accelerate runs as {accelerator.distributed_type.value}: use several GPUs, or leave FSDP out")
     say = say if accelerator.is_main_process else lambda line: None
@@ -67,7 +68,7 @@ def train(config: TrainConfig, *, progress: bool = True, say=print) -> Outcome:
     tokenizer = Tokenizer.from_checkpoint(checkpoint)
     # The steps that make files are one process's; the others wait and read them.
     with accelerator.main_process_first():
-        data = _data(config, out, tokenizer, progress and accelerator.is_main_process, say)
+        data = _data(config, out, tokenizer, checkpoint.config.max_position_embeddings, progress, say)
     drafter_config = drafter_config_of(config, checkpoint.config)
     captured_layers = drafter_config.captured_layers(checkpoint.config.num_layers)
     parts = target_parts(checkpoint)
@@ -153,6 +154,15 @@ def drafter_config_of(config: TrainConfig, target: ModelConfig) -> DrafterConfig
     return drafter
 
 
+def _check_distribution(accelerator: Accelerator) -> None:
+    """DDP and FSDP 2 keep weights that go by their names; what else accelerate knows does not."""
+    kind = accelerator.distributed_type
+    if kind == DistributedType.FSDP and accelerator.state.fsdp_plugin.fsdp_version != 2:
+        raise EagleError("FSDP of version 1 was asked for, which is what accelerate takes when nothing is said: set fsdp_version: 2 (--fsdp_version 2)")
+    if kind not in (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU, DistributedType.FSDP):
+        raise EagleError(f"accelerate runs as {kind.value}: drafters are trained on one process, with DDP or with FSDP")
+
+
 def _check_settings(config: TrainConfig, out: Path, accelerator: Accelerator, say) -> None:
     """Record the settings of a new run; compare those of one that goes on. The data of a run are made once: config.data becomes what they were made from."""
     path = out / "config.json"
@@ -175,7 +185,7 @@ def _check_settings(config: TrainConfig, out: Path, accelerator: Accelerator, sa
         raise EagleError(f"{path}, which the first process has written, is not here: several machines need a run directory that all of them share")
 
 
-def _data(config: TrainConfig, out: Path, tokenizer: Tokenizer, progress: bool, say) -> TokenData:
+def _data(config: TrainConfig, out: Path, tokenizer: Tokenizer, max_positions: int, progress: bool, say) -> TokenData:
     """The data of the run, made on its first start: files read, prompts answered, everything encoded, split."""
     path = out / "data.npz"
     if path.is_file():
@@ -187,12 +197,13 @@ def _data(config: TrainConfig, out: Path, tokenizer: Tokenizer, progress: bool, 
     if prompts:
         prompts = sample_by_category(prompts, config.num_prompts, config.seed)
         say(f"{len(prompts)} prompts are answered by the target")
-        _answer(config, out, prompts, progress, say)
+        for name, reason in _answer(config, out, prompts, min(config.max_length, max_positions), progress).items():
+            left_out.add("the prompt could not be answered", f"{name}: {reason}")
         wanted = {prompt.id for prompt in prompts}
         for answer in read_answers(out / "answers.jsonl"):
             if answer.id in wanted and answer.token_ids:
                 conversations.append(conversation_of(answer))
-    data = build_data(conversations, config.max_length, config.validation_share, left_out)
+    data = build_data(conversations, min(config.max_length, max_positions), config.validation_share, left_out)
     for line in left_out.lines():
         say(line)
     # data.npz is the last: with it this step is done.
@@ -201,16 +212,15 @@ def _data(config: TrainConfig, out: Path, tokenizer: Tokenizer, progress: bool, 
     return data
 
 
-def _answer(config: TrainConfig, out: Path, prompts: list[ChatPrompt], progress: bool, say) -> None:
+def _answer(config: TrainConfig, out: Path, prompts: list[ChatPrompt], max_length: int, progress: bool) -> dict[str, str]:
+    """id -> why, of the prompts that could not be answered."""
     from eagle_engine.engine import Engine
 
     longest = max(len(prompt.token_ids) for prompt in prompts)
     engine = Engine.from_pretrained(
-        config.target, None, device=config.device, threads=config.threads, progress=progress, max_batch_size=config.answer_batch_size, max_model_len=min(config.max_length, longest + config.max_new_tokens + 1)
+        config.target, None, device=config.device, threads=config.threads, progress=progress, max_batch_size=config.answer_batch_size, max_model_len=min(max_length, longest + config.max_new_tokens + 1)
     )
-    refused = write_answers(engine, prompts, out / "answers.jsonl", temperatures=config.temperatures, max_new_tokens=config.max_new_tokens, seed=config.seed, progress=progress)
-    if refused:
-        say(f"{refused} prompts could not be answered")
+    return write_answers(engine, prompts, out / "answers.jsonl", temperatures=config.temperatures, max_new_tokens=config.max_new_tokens, seed=config.seed, progress=progress)
 
 
 def _states(
@@ -240,8 +250,8 @@ def _start_from(drafter: TrainableDrafter, directory: Path, draft_vocab: Tensor 
             if name == "lm_head.weight" and other.has_own_vocab and tensor is not None:
                 known = {int(token): row for row, token in enumerate(tensors["d2t"] + torch.arange(len(tensors["d2t"])))}
                 pairs = [(row, known[int(token)]) for row, token in enumerate(draft_vocab if draft_vocab is not None else range(len(weight))) if int(token) in known]
-                rows, theirs = (torch.tensor(side) for side in zip(*pairs))
-                weight[rows] = tensor[theirs].float()
+                for row, other_row in pairs:
+                    weight[row] = tensor[other_row].float()
             elif tensor is None or tensor.shape != weight.shape:
                 shape = "lacks it" if tensor is None else f"has {list(tensor.shape)}"
                 raise EagleError(f"start_from {directory}: weight {name} is {list(weight.shape)}, that drafter {shape}: a run starts from a drafter of the same version and sizes")

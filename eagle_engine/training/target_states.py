@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -125,7 +125,7 @@ def cache_states(make_source: Callable[[tuple[int, ...]], LiveStates], directory
 
 def _write_shard(source: LiveStates, directory: Path, number: int, shard: range, data: TokenData, bar: tqdm) -> None:
     found: dict[int, States] = {}
-    for batch in _batches(sorted(shard, key=lambda i: data.lengths[i]), data.lengths):
+    for batch in batches_of_like_length(shard, data.lengths):
         for i, states in zip(batch, source.of([data.tokens[data.offsets[i] : data.offsets[i + 1]] for i in batch])):
             if not bool(torch.isfinite(states.features).all() & torch.isfinite(states.states).all()):
                 raise EagleError(f"the target's states of conversation {data.ids[i]} are not finite in {str(source.dtype).removeprefix('torch.')}; use another states_dtype or target_dtype")
@@ -161,10 +161,10 @@ def _shard_path(directory: Path, number: int) -> Path:
     return directory / f"states-{number:05d}.safetensors"
 
 
-def _batches(numbers: list[int], lengths: np.ndarray) -> list[list[int]]:
-    """Conversations of like length, about _BATCH_TOKENS tokens together."""
+def batches_of_like_length(numbers: Iterable[int], lengths: np.ndarray) -> list[list[int]]:
+    """Conversations for one forward of the target: of like length, so that little is padded, and about _BATCH_TOKENS tokens together."""
     batches: list[list[int]] = []
-    for i in numbers:
+    for i in sorted(numbers, key=lambda i: lengths[i]):
         if batches and (len(batches[-1]) + 1) * lengths[i] <= _BATCH_TOKENS:
             batches[-1].append(i)
         else:
