@@ -39,7 +39,8 @@ _LARGEST_DEFAULT_VOCAB = 32_000  # of EAGLE-3, as published
 
 
 class Outcome(NamedTuple):
-    """finished: the drafter was written to `drafter`; else the run stopped at a checkpoint and the same command goes on. acceptance_length: measured by the engine, None if it was not."""
+    """drafter: directory of the drafter as it is. finished: it is trained to the end and described; else the run stopped at a checkpoint and the same command goes on. acceptance_length: measured by the
+    engine, None if it was not."""
 
     finished: bool
     drafter: Path
@@ -99,13 +100,13 @@ def train(config: TrainConfig, *, progress: bool = True, say=print) -> Outcome:
     )
     trainer = Trainer(config, accelerator, objective, batches, out, {"target": target_name, "data": data.fingerprint}, progress=progress)
     say(f"{trainer.total_steps} updates" + (f", going on after {trainer.position.step}" if trainer.position.step else ""))
-    if not trainer.run():
-        say(f"stopped after update {trainer.position.step} of {trainer.total_steps}; the same command goes on from there")
-        return Outcome(False, out / "drafter")
-    weights = trainer.weights()
-    if not accelerator.is_main_process:
-        return Outcome(True, out / "drafter")
-    export(out / "drafter", drafter_config, weights, config.export_dtype, draft_vocab, counts)
+    finished, weights = trainer.run(), trainer.weights()
+    if accelerator.is_main_process:
+        export(out / "drafter", drafter_config, weights, config.export_dtype, draft_vocab, counts)
+    if not finished:
+        say(f"stopped after update {trainer.position.step} of {trainer.total_steps}; the drafter so far is in {out / 'drafter'}, and the same command goes on from there")
+    if not finished or not accelerator.is_main_process:
+        return Outcome(finished, out / "drafter")
     from eagle_engine.training.report import write_report
 
     length = write_report(config, out, drafter_config, data, trainer.position, covered, progress)
