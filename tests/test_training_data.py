@@ -17,6 +17,7 @@ from eagle_engine.training.answers import ChatPrompt
 from eagle_engine.training.batches import Batches
 from eagle_engine.training.conversations import Conversation, EvaluationTexts, LeftOut, encode_conversation, read_files, sample_by_category
 from eagle_engine.training.dataset import TokenData, build_data, pack
+from eagle_engine.training.report import measured_prompts
 from eagle_engine.training.target_states import LiveStates, States, cache_states
 from eagle_engine.transformers_model import load_model
 from tiny_pair import save_tokenizer
@@ -243,6 +244,14 @@ def test_packing_keeps_every_conversation_once(seed):
     filled = [sum(data.lengths[number] for number in row) for row in rows]
     assert max(filled) <= 64 and sum(filled) / (64 * len(rows)) > 0.9
     assert rows != pack(data, chosen, 64, random.Random(seed + 1)) and rows == pack(data, chosen, 64, random.Random(seed))
+
+
+def test_acceptance_is_measured_on_prompts_of_all_files():
+    data = build_data([conversation(f"{i}-{j}", [i // 100, i % 100], [7, j]) for i in range(400) for j in range(2)], 20, 0.2, LeftOut())
+    prompts = measured_prompts(data, 16)
+    assert len(set(map(tuple, prompts))) == 16 and {prompt[0] for prompt in prompts} == {0, 1, 2, 3} and prompts == measured_prompts(data, 16)
+    held_out = {tuple(data.tokens[data.offsets[i] : data.offsets[i] + 2]) for i in np.flatnonzero(data.held_out)}
+    assert set(map(tuple, prompts)) <= held_out and len(measured_prompts(data, 10**6)) == len(held_out)
 
 
 @pytest.mark.parametrize("num_processes", [1, 2, 3, 7])

@@ -19,16 +19,22 @@ MEASURED_TREE = dict(tree="dynamic", top_k=4, max_depth=5, num_nodes=16)
 _MEASURED_TOKENS = 128
 
 
-def measure_acceptance(config: TrainConfig, drafter: Path, drafter_config: DrafterConfig, data: TokenData, progress: bool) -> float | None:
-    """Acceptance length of the drafter on greedy answers to held-out prompts; None when there are none to measure with."""
-    prompts = []
-    for number in np.flatnonzero(data.held_out):
+def measured_prompts(data: TokenData, count: int) -> list[list[int]]:
+    """At most `count` different prompts of held-out conversations, drawn from all of them: files stand one after the other, often sorted by category."""
+    prompts: list[list[int]] = []
+    for number in np.random.default_rng(0).permutation(np.flatnonzero(data.held_out)):
         tokens, supervised = (array[data.offsets[number] : data.offsets[number + 1]] for array in (data.tokens, data.supervised))
         prompt = tokens[: int(supervised.argmax())].tolist()
         if prompt and prompt not in prompts:
             prompts.append(prompt)
-        if len(prompts) == config.measure_prompts:
+        if len(prompts) == count:
             break
+    return prompts
+
+
+def measure_acceptance(config: TrainConfig, drafter: Path, drafter_config: DrafterConfig, data: TokenData, progress: bool) -> float | None:
+    """Acceptance length of the drafter on greedy answers to held-out prompts; None when there are none to measure with."""
+    prompts = measured_prompts(data, config.measure_prompts)
     if not prompts:
         return None
     longest = max(len(prompt) for prompt in prompts)
