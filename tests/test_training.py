@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
+from safetensors.torch import load_file, save_file
 from eagle_engine import Engine, SamplingParams
 from eagle_engine.checkpoint import open_checkpoint
 from eagle_engine.drafter import Drafter
@@ -61,7 +63,7 @@ KINDS = {"eagle1-noise": dict(version=1, feature_noise=0.1), "eagle3": dict(vers
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 def test_stopped_run_ends_as_an_unbroken_one(target, data, tmp_path, kind):
     """Stopped after every few updates, between checkpoints too; the same bits, and the same metrics but for the times."""
-    whole, broken = (tiny_config(target, tmp_path / name, data, **kind) for name in ("whole", "broken"))
+    whole, broken = (tiny_config(target, tmp_path / name, data, epochs=1.2, **kind) for name in ("whole", "broken"))
     assert quietly(whole)[0].finished
     stops = 0
     broken.stop_after_minutes = 1e-9
@@ -150,7 +152,7 @@ def test_death_between_the_data_and_what_was_left_out(target, data, tmp_path, mo
 def test_damaged_checkpoint(target, data, tmp_path, name):
     config = tiny_config(target, tmp_path / "run", data, stop_after_minutes=1e-9, epochs=0.2)
     quietly(config)
-    path = loop._checkpoints(tmp_path / "run")[-1] / name
+    path = loop.checkpoints(tmp_path / "run")[-1] / name
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
     with pytest.raises(EagleError, match="step-00000001 cannot be read: .*; remove it, and the run goes on from the checkpoint before it, or from the start"):
         quietly(config)
@@ -164,7 +166,7 @@ def command(config: TrainConfig) -> list[str]:
 
 def test_killed_run_ends_as_an_unbroken_one(target, data, tmp_path):
     """SIGKILL at moments that nobody chose, SIGTERM once; the same bits in the end."""
-    whole, killed = (tiny_config(target, tmp_path / name, data, epochs=12.0, checkpoint_steps=2) for name in ("whole", "killed"))
+    whole, killed = (tiny_config(target, tmp_path / name, data, epochs=6.0, checkpoint_steps=2) for name in ("whole", "killed"))
     quietly(whole)
     metrics = tmp_path / "killed" / "metrics.jsonl"
     for number, step in ((signal.SIGKILL, 4), (signal.SIGTERM, 12), (signal.SIGKILL, 20)):
@@ -228,7 +230,7 @@ def test_not_finite_loss_stops_the_run(target, data, tmp_path, monkeypatch):
     with pytest.raises(EagleError, match=r"the gradient is not finite at update 8 \(epoch \d+, batch \d+, loss nan\); the last good checkpoint is .*step-00000006.*Conversations of the batch: conversations.jsonl:"):
         quietly(config)
     monkeypatch.undo()
-    kept = loop._checkpoints(tmp_path / "run")
+    kept = loop.checkpoints(tmp_path / "run")
     assert kept and all(bool(torch.isfinite(p).all()) for p in torch.load(kept[-1] / "optimizer.bin", weights_only=False)["state"][0].values())
     whole = tiny_config(target, tmp_path / "whole", data)
     quietly(whole), quietly(config)
@@ -259,6 +261,17 @@ def test_checkpoint_of_another_target_data_or_setting(target, data, tmp_path):
         quietly(tiny_config(other, tmp_path / "run", data))
     with pytest.raises(EagleError, match="was started with learning_rate 0.003, now it is 0.1"):
         quietly(tiny_config(target, tmp_path / "run", data, learning_rate=0.1))
+    # One that was tuned from the first shares its configuration and its embedding.
+    shutil.copytree(target, tmp_path / "tuned")
+    weights = load_file(target / "model.safetensors")
+    weights["model.layers.6.self_attn.v_proj.weight"] += 0.01
+    save_file(weights, tmp_path / "tuned" / "model.safetensors")
+    with pytest.raises(EagleError, match="another target weights"):
+        quietly(tiny_config(tmp_path / "tuned", tmp_path / "run", data))
+    shutil.rmtree(tmp_path / "run" / "states")
+    with pytest.raises(EagleError, match="is a checkpoint of another target weights"):
+        quietly(tiny_config(tmp_path / "tuned", tmp_path / "run", data))
+    shutil.rmtree(tmp_path / "run" / "states")
     (tmp_path / "run" / "data.npz").unlink()
     with pytest.raises(EagleError, match="another data"):
         quietly(tiny_config(target, tmp_path / "run", write_conversations(tmp_path / "more.jsonl", 70, seed=1)))
@@ -356,7 +369,7 @@ def test_packages_are_asked_for_before_hours_have_gone_by(tmp_path, monkeypatch,
      (dict(learning_rate=0.0), "learning_rate: expected a number above 0"), (dict(validation_share=1.0), "validation_share"), (dict(export_dtype="int8"), "export_dtype: expected one of"),
      (dict(temperatures=[]), "temperatures: expected at least one"), (dict(states="disk"), "states: expected one of"), (dict(epochs="two"), "epochs: expected float, got 'two'"),
      (dict(batch_size=2.5), "batch_size: expected int, got 2.5"), (dict(temperatures=[0.5, "x"]), "temperatures: expected list"),
-     (dict(epochs=float("inf")), "epochs: expected a number above 0, got inf"), (dict(temperatures=[float("nan")]), "temperatures: expected"), (dict(seed=-1), "seed: expected a whole number from 0")],
+     (dict(device="gpu"), "device: expected one of auto, cpu, cuda, got 'gpu'"), (dict(epochs=float("inf")), "epochs: expected a number above 0, got inf"), (dict(temperatures=[float("nan")]), "temperatures: expected"), (dict(seed=-1), "seed: expected a whole number from 0")],
     ids=lambda value: None if isinstance(value, str) else "-".join(value),
 )  # fmt: skip
 def test_bad_settings(tmp_path, options, message):
@@ -367,12 +380,15 @@ def test_bad_settings(tmp_path, options, message):
 @pytest.mark.parametrize(
     "options, message",
     [(dict(draft_vocab_size=10**6, version=3), "draft_vocab_size 1000000 is more than the target's vocabulary"), (dict(batch_size=100), "the data fills \\d+ rows of 64 tokens, 100 are needed"),
-     (dict(max_length=8), "no conversation is left to train on:\n60 left out: longer than max_length 8"), (dict(version=3, captured_layers=[1, 2, 9]), "captured layers")],
-    ids=["vocab", "batch", "length", "layers"],
+     (dict(max_length=8), "no conversation is left to train on:\n60 left out: longer than max_length 8"), (dict(version=3, captured_layers=[1, 2, 9]), "captured layers"),
+     (dict(version=3, captured_layers=[1, 2, 7]), "captured layer 7, the output of the last layer"), (dict(start_from="nowhere"), "nowhere: no such drafter directory")],
+    ids=["vocab", "batch", "length", "layers", "last-layer", "start"],
 )  # fmt: skip
 def test_settings_that_do_not_fit(target, data, tmp_path, options, message):
+    """Those that have nothing to do with the data are refused before it is made."""
     with pytest.raises(EagleError, match=message):
         quietly(tiny_config(target, tmp_path / "run", data, **options))
+    assert (tmp_path / "run" / "data.npz").exists() == ("batch_size" in options)
 
 
 # What comes out
@@ -391,7 +407,7 @@ def test_run_directory(target, data, tmp_path):
     metrics = read_metrics(directory / "metrics.jsonl")
     assert metrics[0]["step"] == 0 and metrics[-1]["step"] == max(line["step"] for line in metrics)
     assert sum("loss" in line for line in metrics) >= metrics[-1]["step"] // config.log_steps
-    assert len(loop._checkpoints(directory)) == loop.KEPT_CHECKPOINTS and list((directory / "tensorboard").iterdir())
+    assert len(loop.checkpoints(directory)) == loop.KEPT_CHECKPOINTS and list((directory / "tensorboard").iterdir())
 
 
 EXPORTS = {
@@ -504,7 +520,20 @@ def test_start_from_another_drafter(target, data, tmp_path):
     old_ids, new_ids = (list((w["d2t"] + torch.arange(len(w["d2t"]))).tolist()) for w in (old, drafters[1]))
     for row, token in enumerate(old_ids):
         torch.testing.assert_close(drafters[1]["lm_head.weight"][new_ids.index(token)], old["lm_head.weight"][row])
-    with pytest.raises(EagleError, match=r"start_from .*: weight fc.bias is \[48\], that drafter lacks it: a run starts from a drafter of the same version"):
+    # A run that goes on does not need it any more; rows of a head over the whole vocabulary are taken, too.
+    config.start_from, config.epochs = str(tmp_path / "moved"), 0.6
+    (tmp_path / "first").rename(tmp_path / "moved")
+    with pytest.raises(EagleError, match="was started with start_from"):
+        quietly(config)
+    config.start_from = str(tmp_path / "first" / "drafter")
+    assert quietly(config)[0].finished
+    (tmp_path / "moved").rename(tmp_path / "first")
+    whole = tiny_config(target, tmp_path / "whole", data, version=3, draft_vocab_size=83, epochs=0.2)
+    quietly(whole)
+    quietly(tiny_config(target, tmp_path / "part", data, version=3, draft_vocab_size=30, start_from=str(tmp_path / "whole" / "drafter"), learning_rate=1e-12, weight_decay=0.0, epochs=0.2))
+    full, part = weights_of(tmp_path / "whole"), weights_of(tmp_path / "part")
+    torch.testing.assert_close(part["lm_head.weight"], full["lm_head.weight"][part["d2t"] + torch.arange(30)])
+    with pytest.raises(EagleError, match=r"start_from .*: weight fc.weight is \[48, 96\], that drafter has \[48, 144\]: a run starts from a drafter of the same version"):
         quietly(tiny_config(target, tmp_path / "wrong", data, version=1, start_from=str(tmp_path / "first" / "drafter")))
 
 

@@ -31,7 +31,7 @@ FORGETFUL = (
     "{% for m in messages %}{{ '<s>' + m['role'] + '\n' + (m['content'] if loop.last or m['role'] != 'assistant' else m['content'].split('=')[-1]) + '</s>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<s>assistant\n' }}{% endif %}"
 )
-# No mark at the end of an answer, and the system message inside the first user's turn.
+# No mark at the end of an answer.
 PLAIN = (
     "{% for m in messages %}{% if m['role'] == 'user' %}{{ 'Q: ' + m['content'] + '\n' }}{% elif m['role'] == 'assistant' %}{{ 'A: ' + m['content'] + '\n' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'A: ' }}{% endif %}"

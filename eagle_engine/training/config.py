@@ -110,6 +110,7 @@ class TrainConfig:
             raise EagleError(f"validation_share: expected a share between 0 and 1, got {self.validation_share!r}")
         if not self.temperatures or not all(0 <= temperature < math.inf for temperature in self.temperatures):
             raise EagleError(f"temperatures: expected at least one number, none below 0, got {self.temperatures}")
+        _one_of("device", self.device, ("auto", "cpu", "cuda"))
         _one_of("precision", self.precision, PRECISIONS)
         _one_of("states", self.states, ("cached", "live"))
         _one_of("states_dtype", self.states_dtype, ("bfloat16", "float16", "float32"))

@@ -9,7 +9,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -131,7 +131,8 @@ class Trainer:
                 stop = self._agree(asked() or (deadline is not None and time.monotonic() > deadline))
                 if position.step % config.checkpoint_steps == 0 or at_end or stop:
                     # What a checkpoint says must not depend on where in a window of metrics it fell.
-                    position.tokens += self._tokens_of(window)
+                    if window:
+                        position.tokens += int(self._over_processes(_total(window)).rows[0])
                     window, losses = [], []
                     self._save()
                 if stop and not at_end:
@@ -160,9 +161,6 @@ class Trainer:
             "step": position.step, "tokens": position.tokens, "seconds": round(position.seconds, 3), "loss": loss.item(), "learning_rate": rate, "gradient_norm": norm,
         } | summary(total)  # fmt: skip
 
-    def _tokens_of(self, window: list[Sums]) -> int:
-        return int(self._over_processes(_total(window)).rows[0]) if window else 0
-
     def _over_processes(self, sums: Sums) -> Sums:
         return Sums(*self.accelerator.reduce(torch.stack(list(sums)), reduction="sum"))
 
@@ -177,7 +175,7 @@ class Trainer:
 
     def _not_finite(self, places: list, losses: list[torch.Tensor]) -> str:
         ids = [str(self.batches.data.ids[number]) for place in places for row in place.rows for number in row]
-        kept = _checkpoints(self.directory)
+        kept = checkpoints(self.directory)
         last = f"the last good checkpoint is {kept[-1]}" if kept else "there is no checkpoint yet"
         values = ", ".join(f"{loss.item():g}" for loss in losses)
         return (
@@ -202,7 +200,7 @@ class Trainer:
                 (partial / _POSITION).write_text(json.dumps(self.position.__dict__ | {"fingerprint": self.fingerprint, "processes": self.accelerator.num_processes}))
                 shutil.rmtree(directory, ignore_errors=True)
                 partial.rename(directory)
-                for old in _checkpoints(self.directory)[:-KEPT_CHECKPOINTS]:
+                for old in checkpoints(self.directory)[:-KEPT_CHECKPOINTS]:
                     shutil.rmtree(old)
         except (OSError, RuntimeError) as error:
             # torch reports a full disk as a RuntimeError of its archive writer.
@@ -213,7 +211,7 @@ class Trainer:
         self.accelerator.wait_for_everyone()
 
     def _resume(self) -> None:
-        kept = _checkpoints(self.directory)
+        kept = checkpoints(self.directory)
         if not kept:
             return
         damaged = f"{kept[-1]} cannot be read: {{}}; remove it, and the run goes on from the checkpoint before it, or from the start"
@@ -222,7 +220,8 @@ class Trainer:
         except (OSError, ValueError) as error:
             raise EagleError(damaged.format(error)) from error
         for name, value in self.fingerprint.items():
-            if recorded["fingerprint"].get(name) != value:
+            # What an older version did not record is not compared.
+            if recorded["fingerprint"].get(name, value) != value:
                 raise EagleError(f"{kept[-1]} is a checkpoint of another {name}: give the old one, or another run directory")
         if recorded["processes"] != self.accelerator.num_processes:
             raise EagleError(f"{kept[-1]} was written by {recorded['processes']} processes, now there are {self.accelerator.num_processes}: the order of the data depends on their number")
@@ -257,10 +256,8 @@ class Trainer:
                     elif name not in ("step", "seconds"):
                         board.add_scalar(f"{group}/{name}", value, line["step"])
 
-            try:
+            with closing(board):
                 yield write
-            finally:
-                board.close()
 
 
 def _total(parts: list[Sums]) -> Sums:
@@ -274,7 +271,7 @@ def read_metrics(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().split("\n")[:-1]]
 
 
-def _checkpoints(run_directory: Path) -> list[Path]:
+def checkpoints(run_directory: Path) -> list[Path]:
     """Complete checkpoints, the oldest first."""
     return sorted(path for path in (run_directory / "checkpoints").glob("step-*") if not path.name.endswith(".partial"))
 

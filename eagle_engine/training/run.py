@@ -16,7 +16,7 @@ from torch import Tensor
 
 from eagle_engine.checkpoint import Checkpoint, open_checkpoint
 from eagle_engine.demo import demo_target_path
-from eagle_engine.drafter_checkpoint import read_drafter
+from eagle_engine.drafter_checkpoint import read_drafter, target_ids
 from eagle_engine.drafter_config import DrafterConfig
 from eagle_engine.errors import EagleError
 from eagle_engine.loading import DEMO, weights_dtype
@@ -28,7 +28,7 @@ from eagle_engine.training.config import TrainConfig, check_same_run
 from eagle_engine.training.conversations import LeftOut, conversation_of, read_files, sample_by_category
 from eagle_engine.training.dataset import TokenData, build_data
 from eagle_engine.training.export import draft_vocab_of, export
-from eagle_engine.training.loop import Trainer
+from eagle_engine.training.loop import Trainer, checkpoints
 from eagle_engine.training.model import TrainableDrafter, initialise
 from eagle_engine.training.objective import UnrolledObjective
 from eagle_engine.training.target_states import CachedStates, LiveStates, cache_states
@@ -67,15 +67,17 @@ def train(config: TrainConfig, *, progress: bool = True, say=print) -> Outcome:
 
     checkpoint = open_checkpoint(demo_target_path(progress) if config.target == DEMO else config.target)
     tokenizer = Tokenizer.from_checkpoint(checkpoint)
+    # What does not fit is said before the target spends hours on answers.
+    drafter_config = drafter_config_of(config, checkpoint.config)
+    captured_layers = drafter_config.captured_layers(checkpoint.config.num_layers)
+    start = _read_start(config, drafter_config) if config.start_from is not None and not checkpoints(out) else None
     # The steps that make files are one process's; the others wait and read them.
     with accelerator.main_process_first():
         data = _data(config, out, tokenizer, checkpoint.config.max_position_embeddings, progress, say)
-    drafter_config = drafter_config_of(config, checkpoint.config)
-    captured_layers = drafter_config.captured_layers(checkpoint.config.num_layers)
     parts = target_parts(checkpoint)
-    target_name = _fingerprint(checkpoint.config, parts.embedding)
+    target_name, target_weights = _fingerprint(checkpoint.config, parts.embedding), _weights_fingerprint(checkpoint)
     with accelerator.main_process_first():
-        states = _states(config, out, checkpoint, captured_layers, data, target_name, accelerator, progress)
+        states = _states(config, out, checkpoint, captured_layers, data, {"target": target_name, "target weights": target_weights}, accelerator, progress)
 
     counts = data.count(checkpoint.config.vocab_size)
     limited = drafter_config.has_own_vocab or config.draft_vocab_size is not None
@@ -83,8 +85,8 @@ def train(config: TrainConfig, *, progress: bool = True, say=print) -> Outcome:
     target_head = parts.head if draft_vocab is None else parts.head[draft_vocab]
     drafter = TrainableDrafter(drafter_config, getattr(torch, config.export_dtype))
     initialise(drafter, config.seed, parts.norm, target_head)
-    if config.start_from is not None:
-        _start_from(drafter, Path(config.start_from).expanduser(), draft_vocab)
+    if start is not None:
+        _start_from(drafter, start, draft_vocab)
     product_dtype = torch.bfloat16 if bf16 else torch.float32
     objective = UnrolledObjective(
         drafter, parts.embedding.to(product_dtype), target_head.to(product_dtype), draft_vocab, steps=config.unroll_steps, decay=config.unroll_decay,
@@ -98,7 +100,7 @@ def train(config: TrainConfig, *, progress: bool = True, say=print) -> Outcome:
         f"EAGLE-{'1/2' if config.version == 1 else 3} drafter of {sum(p.numel() for p in drafter.parameters()) / 1e6:.1f} M weights; {len(data)} conversations, {data.held_out.sum()} of them held out; "
         f"{counts.sum()} tokens to learn from, {100 * covered:.1f} % of them in the draft vocabulary"
     )
-    trainer = Trainer(config, accelerator, objective, batches, out, {"target": target_name, "data": data.fingerprint}, progress=progress)
+    trainer = Trainer(config, accelerator, objective, batches, out, {"target": target_name, "target weights": target_weights, "data": data.fingerprint}, progress=progress)
     say(f"{trainer.total_steps} updates" + (f", going on after {trainer.position.step}" if trainer.position.step else ""))
     finished, weights = trainer.run(), trainer.weights()
     if accelerator.is_main_process:
@@ -151,7 +153,8 @@ def drafter_config_of(config: TrainConfig, target: ModelConfig) -> DrafterConfig
         3, layer, target.hidden_size, draft_vocab_size=config.draft_vocab_size or min(_LARGEST_DEFAULT_VOCAB, target.vocab_size),
         captured_layer_ids=None if config.captured_layers is None else tuple(config.captured_layers), fc_norm=config.fc_norm, norm_output=config.norm_output, norm_before_residual=config.norm_before_residual,
     )  # fmt: skip
-    drafter.captured_layers(target.num_layers)
+    if target.num_layers in drafter.captured_layers(target.num_layers):
+        raise EagleError(f"captured layer {target.num_layers}, the output of the last layer before the final norm, cannot be trained on: transformers does not hand it over")
     return drafter
 
 
@@ -225,7 +228,7 @@ def _answer(config: TrainConfig, out: Path, prompts: list[ChatPrompt], max_lengt
 
 
 def _states(
-    config: TrainConfig, out: Path, checkpoint: Checkpoint, captured_layers: tuple[int, ...], data: TokenData, target_name: str, accelerator: Accelerator, progress: bool
+    config: TrainConfig, out: Path, checkpoint: Checkpoint, captured_layers: tuple[int, ...], data: TokenData, target: dict[str, str], accelerator: Accelerator, progress: bool
 ) -> CachedStates | LiveStates:
     dtype = weights_dtype(config.target_dtype, checkpoint.config.dtype, checkpoint.gguf_metadata is not None, accelerator.device)
 
@@ -236,32 +239,48 @@ def _states(
 
     if config.states == "live":
         return make_source(captured_layers)
-    description = {"target": target_name, "dtype": config.states_dtype, "target dtype": str(dtype).removeprefix("torch.")}
+    description = target | {"dtype": config.states_dtype, "target dtype": str(dtype).removeprefix("torch.")}
     directory = out / "states" if config.states_directory is None else Path(config.states_directory).expanduser()
     return cache_states(make_source, directory, data, captured_layers, description, progress)
 
 
-def _start_from(drafter: TrainableDrafter, directory: Path, draft_vocab: Tensor | None) -> None:
-    """Take the weights of another drafter of the same kind. A head over another draft vocabulary is taken row by row: rows of tokens that it lacks stay as they are."""
-    other, tensors = read_drafter(directory)
-    weights = drafter.named_weights()
-    with torch.no_grad():
-        for name, weight in weights.items():
-            tensor = tensors.get(name)
-            if name == "lm_head.weight" and other.has_own_vocab and tensor is not None:
-                known = {int(token): row for row, token in enumerate(tensors["d2t"] + torch.arange(len(tensors["d2t"])))}
-                pairs = [(row, known[int(token)]) for row, token in enumerate(draft_vocab if draft_vocab is not None else range(len(weight))) if int(token) in known]
-                for row, other_row in pairs:
-                    weight[row] = tensor[other_row].float()
-            elif tensor is None or tensor.shape != weight.shape:
-                shape = "lacks it" if tensor is None else f"has {list(tensor.shape)}"
-                raise EagleError(f"start_from {directory}: weight {name} is {list(weight.shape)}, that drafter {shape}: a run starts from a drafter of the same version and sizes")
-            else:
-                weight.copy_(tensor.float())
+def _read_start(config: TrainConfig, drafter_config: DrafterConfig) -> dict[str, Tensor]:
+    """Weights of the drafter that a run starts from, if it is of the same kind; with "ids" [rows of its head], their target ids."""
+    other, tensors = read_drafter(Path(config.start_from).expanduser())
+    for name, shape in drafter_config.expected_tensors().items():
+        theirs = tuple(tensors[name].shape) if name in tensors else None
+        # A head over another vocabulary is taken by tokens.
+        same = theirs is not None and theirs[1:] == shape[1:] if name == "lm_head.weight" else theirs == shape
+        if not same and name not in ("d2t", "t2d"):
+            has = "lacks it" if theirs is None else f"has {list(theirs)}"
+            raise EagleError(f"start_from {config.start_from}: weight {name} is {list(shape)}, that drafter {has}: a run starts from a drafter of the same version and sizes")
+    return tensors | {"ids": target_ids(tensors["d2t"]) if other.has_own_vocab else torch.arange(other.layer.vocab_size)}
+
+
+@torch.no_grad()
+def _start_from(drafter: TrainableDrafter, tensors: dict[str, Tensor], draft_vocab: Tensor | None) -> None:
+    """Take the weights of another drafter; of its head, the rows of tokens that both draft."""
+    for name, weight in drafter.named_weights().items():
+        if name != "lm_head.weight":
+            weight.copy_(tensors[name].float())
+            continue
+        theirs = {token: row for row, token in enumerate(tensors["ids"].tolist())}
+        for row, token in enumerate(range(len(weight)) if draft_vocab is None else draft_vocab.tolist()):
+            if token in theirs:
+                weight[row] = tensors[name][theirs[token]].float()
 
 
 def _fingerprint(config: ModelConfig, embedding: Tensor) -> str:
     """Of a target, wherever its files lie: its configuration and a part of its embedding."""
     digest = hashlib.sha256(repr(config).encode())
     digest.update(embedding[:: max(1, len(embedding) // 256)].contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _weights_fingerprint(checkpoint: Checkpoint) -> str:
+    """Of weights that a target has for itself, when it shares configuration and embedding with the one that it was tuned from: the final norm, and the queries and values of the last layer."""
+    digest = hashlib.sha256()
+    layer = f"model.layers.{checkpoint.config.num_layers - 1}.self_attn"
+    for name in ("model.norm.weight", f"{layer}.q_proj.weight", f"{layer}.v_proj.weight"):
+        digest.update(checkpoint.tensor(name).float().contiguous().numpy().tobytes())
     return digest.hexdigest()

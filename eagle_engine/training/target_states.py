@@ -52,9 +52,7 @@ class LiveStates:
             padded[row, : len(ids)] = torch.from_numpy(np.asarray(ids, dtype=np.int64))
         outputs = self.model.model(input_ids=padded.to(device), output_hidden_states=bool(self.captured_layers), use_cache=False)
         features = outputs.last_hidden_state
-        hidden, num_layers = outputs.hidden_states, self.model.config.num_hidden_layers
-        if num_layers in self.captured_layers:
-            raise EagleError(f"captured layer {num_layers}, the output of the last layer before the final norm, cannot be trained on: transformers does not hand it over")
+        hidden = outputs.hidden_states
         results = []
         for row, length in enumerate(lengths):
             feature = features[row, :length]
@@ -104,7 +102,8 @@ def cache_states(make_source: Callable[[tuple[int, ...]], LiveStates], directory
         recorded = json.loads(marker.read_text())
         if not captured_layers and recorded.get("captured layers"):
             captured_layers, description["captured layers"] = tuple(recorded["captured layers"]), recorded["captured layers"]
-        different = [name for name in description if recorded.get(name) != description[name]]
+        # What an older version did not record is not compared.
+        different = [name for name in description if name in recorded and recorded[name] != description[name]]
         if different:
             raise EagleError(f"{directory} holds states of another {', '.join(different)}: remove it, or give another run directory")
     shards = _shards(data)
