@@ -25,7 +25,7 @@ from eagle_engine.errors import EagleError
 from eagle_engine.target import TargetModel
 from eagle_engine.training import loop, run
 from eagle_engine.training.answers import read_answers
-from eagle_engine.training.config import TrainConfig
+from eagle_engine.training.config import TrainConfig, check_same_run
 from eagle_engine.training.loop import learning_rate, read_metrics
 from eagle_engine.training.dataset import TokenData
 from eagle_engine.training.model import UnrolledAttention
@@ -565,6 +565,15 @@ def test_command_line(target, data, tmp_path, capsys):
         assert message in capsys.readouterr().err
     settings.write_text("speed = 3\n")
     assert main(["train", "--config", str(settings)]) == 2 and "unknown setting 'speed'" in capsys.readouterr().err
+
+
+def test_a_run_of_an_older_version_goes_on(tmp_path):
+    """One that knew fewer settings; those that it knew are compared."""
+    config = tiny_config(tmp_path, tmp_path, tmp_path)
+    recorded = {name: value for name, value in config.to_dict().items() if name != "norm_output"}
+    check_same_run(config, recorded, tmp_path)
+    with pytest.raises(EagleError, match="was started with seed 1, now it is 0"):
+        check_same_run(config, recorded | {"seed": 1}, tmp_path)
 
 
 def test_learning_rate():

@@ -130,9 +130,10 @@ MAY_CHANGE = ("out", "data", "epochs", "answer_batch_size", "checkpoint_steps", 
 
 
 def check_same_run(config: TrainConfig, recorded: dict[str, Any], where: Path) -> None:
-    """Raise when a run directory was started with other settings. The data and the target are compared by what they hold, elsewhere."""
+    """Raise when a run directory was started with other settings. The data and the target are compared by what they hold, elsewhere; a setting that an older version
+    did not have is not compared."""
     for name, value in config.to_dict().items():
-        if name not in MAY_CHANGE and recorded.get(name) != json.loads(json.dumps(value)):
+        if name not in MAY_CHANGE and name in recorded and recorded[name] != json.loads(json.dumps(value)):
             raise EagleError(f"{where} was started with {name} {recorded.get(name)!r}, now it is {value!r}: give the old value, or another run directory")
 
 
