@@ -20,9 +20,27 @@ NEEDED = {
     "jinja2": "jinja2", "markupsafe": "markupsafe",
 }  # fmt: skip
 
+# What training needs besides: transformers, accelerate, tensorboard and matplotlib with what they need. About 60 MB.
+NEEDED_FOR_TRAINING = {
+    "transformers": "transformers", "huggingface_hub": "huggingface-hub", "hf_xet": "hf-xet", "httpx2": "httpx2", "httpcore2": "httpcore2", "h11": "h11", "idna": "idna", "anyio": "anyio",
+    "truststore": "truststore", "regex": "regex", "typer": "typer", "click": "click", "rich": "rich", "markdown_it": "markdown-it-py", "mdurl": "mdurl", "shellingham": "shellingham",
+    "annotated_doc": "annotated-doc", "annotated_types": "annotated-types", "pydantic": "pydantic", "pydantic_core": "pydantic-core", "typing_inspection": "typing-inspection",
+    "accelerate": "accelerate", "psutil": "psutil", "tensorboard": "tensorboard", "tensorboard_data_server": "tensorboard-data-server", "absl": "absl-py", "grpc": "grpcio", "markdown": "markdown",
+    "google.protobuf": "protobuf", "werkzeug": "werkzeug", "matplotlib": "matplotlib", "contourpy": "contourpy", "cycler": "cycler", "fontTools": "fonttools", "kiwisolver": "kiwisolver", "PIL": "pillow",
+    "pyparsing": "pyparsing", "dateutil": "python-dateutil",
+}  # fmt: skip
 
-def missing_packages() -> list[str]:
-    return [package for module, package in NEEDED.items() if importlib.util.find_spec(module) is None]
+
+def missing_packages(training: bool = False) -> list[str]:
+    needed = NEEDED | NEEDED_FOR_TRAINING if training else NEEDED
+    return [package for module, package in needed.items() if not _is_here(module)]
+
+
+def _is_here(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # of the package that it lies in
+        return False
 
 
 def device_slug() -> str | None:
@@ -77,9 +95,10 @@ def main() -> int:
     what.add_argument("--name", action="store_true", help="print a name of the GPU for a folder; exit status 1 without one")
     what.add_argument("--missing", action="store_true", help="print the packages that are not installed, one a line")
     what.add_argument("--output", type=Path, metavar="FILE", help="print the facts, and write them as JSON")
+    parser.add_argument("--training", action="store_true", help="with --missing: those that training needs, too")
     args = parser.parse_args()
     if args.missing:
-        print("\n".join(missing_packages()))
+        print("\n".join(missing_packages(args.training)))
         return 0
     slug = device_slug()
     if slug is None:

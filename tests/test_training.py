@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType
+from safetensors.torch import load_file, save_file
 from eagle_engine import Engine, SamplingParams
 from eagle_engine.checkpoint import open_checkpoint
 from eagle_engine.drafter import Drafter
@@ -19,7 +25,7 @@ from eagle_engine.errors import EagleError
 from eagle_engine.target import TargetModel
 from eagle_engine.training import loop, run
 from eagle_engine.training.answers import read_answers
-from eagle_engine.training.config import TrainConfig
+from eagle_engine.training.config import TrainConfig, check_same_run
 from eagle_engine.training.loop import learning_rate, read_metrics
 from eagle_engine.training.dataset import TokenData
 from eagle_engine.training.model import UnrolledAttention
@@ -57,12 +63,14 @@ KINDS = {"eagle1-noise": dict(version=1, feature_noise=0.1), "eagle3": dict(vers
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 def test_stopped_run_ends_as_an_unbroken_one(target, data, tmp_path, kind):
     """Stopped after every few updates, between checkpoints too; the same bits, and the same metrics but for the times."""
-    whole, broken = (tiny_config(target, tmp_path / name, data, **kind) for name in ("whole", "broken"))
+    whole, broken = (tiny_config(target, tmp_path / name, data, epochs=1.2, **kind) for name in ("whole", "broken"))
     assert quietly(whole)[0].finished
     stops = 0
     broken.stop_after_minutes = 1e-9
     while not quietly(broken)[0].finished:
         stops += 1
+        # The drafter so far is there, and no report that says it is done.
+        assert weights_of(tmp_path / "broken") and not (tmp_path / "broken" / "drafter" / "README.md").exists()
     assert stops > 4
     assert_same_weights(tmp_path / "whole", tmp_path / "broken")
     held_out = [[line["held_out"] for line in read_metrics(tmp_path / name / "metrics.jsonl") if "held_out" in line] for name in ("whole", "broken")]
@@ -102,6 +110,54 @@ def test_death_while_a_checkpoint_is_written(target, data, tmp_path, monkeypatch
     assert_same_weights(tmp_path / "whole", tmp_path / "killed")
 
 
+@pytest.mark.parametrize("name", ["config.json", "left_out.json", "states.json", "metrics.jsonl"])
+def test_death_while_a_small_file_is_written(target, data, tmp_path, monkeypatch, name):
+    """At the first and at the second start of the run; the command goes on each time."""
+    config = tiny_config(target, tmp_path / "run", data, epochs=0.5)
+    write_text = Path.write_text
+
+    def die(self, text, *args, **options):
+        write_text(self, text[: len(text) // 2] if self.name.startswith(name) else text, *args, **options)
+        if self.name.startswith(name):
+            raise Killed
+
+    for minutes in (1e-9, None):
+        config.stop_after_minutes = minutes
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "write_text", die)
+            try:
+                quietly(config)
+            except Killed:
+                pass
+        outcome, _ = quietly(config)
+    assert outcome.finished and read_metrics(tmp_path / "run" / "metrics.jsonl")[0]["step"] == 0 and json.loads((tmp_path / "run" / "left_out.json").read_text()) == {}
+
+
+def test_death_between_the_data_and_what_was_left_out(target, data, tmp_path, monkeypatch):
+    save = TokenData.save
+
+    def die(self, path):
+        save(self, path)
+        raise Killed
+
+    config = tiny_config(target, tmp_path / "run", data, epochs=0.2)
+    with monkeypatch.context() as patch:
+        patch.setattr(TokenData, "save", die)
+        with pytest.raises(Killed):
+            quietly(config)
+    assert quietly(config)[0].finished
+
+
+@pytest.mark.parametrize("name", ["position.json", "model.safetensors", "optimizer.bin"])
+def test_damaged_checkpoint(target, data, tmp_path, name):
+    config = tiny_config(target, tmp_path / "run", data, stop_after_minutes=1e-9, epochs=0.2)
+    quietly(config)
+    path = loop.checkpoints(tmp_path / "run")[-1] / name
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    with pytest.raises(EagleError, match="step-00000001 cannot be read: .*; remove it, and the run goes on from the checkpoint before it, or from the start"):
+        quietly(config)
+
+
 def command(config: TrainConfig) -> list[str]:
     path = Path(config.out).with_suffix(".json")
     path.write_text(json.dumps(config.to_dict()))
@@ -110,7 +166,7 @@ def command(config: TrainConfig) -> list[str]:
 
 def test_killed_run_ends_as_an_unbroken_one(target, data, tmp_path):
     """SIGKILL at moments that nobody chose, SIGTERM once; the same bits in the end."""
-    whole, killed = (tiny_config(target, tmp_path / name, data, epochs=12.0, checkpoint_steps=2) for name in ("whole", "killed"))
+    whole, killed = (tiny_config(target, tmp_path / name, data, epochs=6.0, checkpoint_steps=2) for name in ("whole", "killed"))
     quietly(whole)
     metrics = tmp_path / "killed" / "metrics.jsonl"
     for number, step in ((signal.SIGKILL, 4), (signal.SIGTERM, 12), (signal.SIGKILL, 20)):
@@ -121,7 +177,7 @@ def test_killed_run_ends_as_an_unbroken_one(target, data, tmp_path):
         process.send_signal(number)
         _, said = process.communicate()
         assert process.returncode == (-signal.SIGKILL if number == signal.SIGKILL else 3), said
-    assert "the same command goes on from there" not in said
+    assert "goes on from there" not in said
     result = subprocess.run(command(killed), stderr=subprocess.PIPE, text=True)
     assert result.returncode == 0 and "going on after" in result.stderr, result.stderr
     assert_same_weights(tmp_path / "whole", tmp_path / "killed")
@@ -174,7 +230,7 @@ def test_not_finite_loss_stops_the_run(target, data, tmp_path, monkeypatch):
     with pytest.raises(EagleError, match=r"the gradient is not finite at update 8 \(epoch \d+, batch \d+, loss nan\); the last good checkpoint is .*step-00000006.*Conversations of the batch: conversations.jsonl:"):
         quietly(config)
     monkeypatch.undo()
-    kept = loop._checkpoints(tmp_path / "run")
+    kept = loop.checkpoints(tmp_path / "run")
     assert kept and all(bool(torch.isfinite(p).all()) for p in torch.load(kept[-1] / "optimizer.bin", weights_only=False)["state"][0].values())
     whole = tiny_config(target, tmp_path / "whole", data)
     quietly(whole), quietly(config)
@@ -205,9 +261,106 @@ def test_checkpoint_of_another_target_data_or_setting(target, data, tmp_path):
         quietly(tiny_config(other, tmp_path / "run", data))
     with pytest.raises(EagleError, match="was started with learning_rate 0.003, now it is 0.1"):
         quietly(tiny_config(target, tmp_path / "run", data, learning_rate=0.1))
+    # One that was tuned from the first shares its configuration and its embedding.
+    shutil.copytree(target, tmp_path / "tuned")
+    weights = load_file(target / "model.safetensors")
+    weights["model.layers.6.self_attn.v_proj.weight"] += 0.01
+    save_file(weights, tmp_path / "tuned" / "model.safetensors")
+    with pytest.raises(EagleError, match="another target weights"):
+        quietly(tiny_config(tmp_path / "tuned", tmp_path / "run", data))
+    shutil.rmtree(tmp_path / "run" / "states")
+    with pytest.raises(EagleError, match="is a checkpoint of another target weights"):
+        quietly(tiny_config(tmp_path / "tuned", tmp_path / "run", data))
+    shutil.rmtree(tmp_path / "run" / "states")
     (tmp_path / "run" / "data.npz").unlink()
     with pytest.raises(EagleError, match="another data"):
         quietly(tiny_config(target, tmp_path / "run", write_conversations(tmp_path / "more.jsonl", 70, seed=1)))
+
+
+def test_answers_of_another_target(target, tmp_path, monkeypatch):
+    """A run that was stopped while the target answered does not go on with another one."""
+    config = tiny_config(target, tmp_path / "run", write_prompts(tmp_path / "prompts.jsonl", 4), max_new_tokens=4)
+    with monkeypatch.context() as patch:
+        patch.setattr(run, "build_data", lambda *args: (_ for _ in ()).throw(Killed()))
+        with pytest.raises(Killed):
+            quietly(config)
+    config.target = str(make_target(tmp_path / "other", case="llama-mha"))
+    with pytest.raises(EagleError, match=r"answers.jsonl holds answers of target .*, now it is .*other: give the old one"):
+        quietly(config)
+
+
+def test_a_run_keeps_its_data(target, data, tmp_path):
+    """Other files are not passed over in silence, and the model card names what was learned from."""
+    config = tiny_config(target, tmp_path / "run", data, epochs=0.2, stop_after_minutes=1e-9)
+    quietly(config)
+    more = write_conversations(tmp_path / "more.jsonl", 5, seed=1)
+    _, lines = quietly(tiny_config(target, tmp_path / "run", more, epochs=0.2))
+    assert f"the run goes on with its own data, made from {data}; other files need another run directory" in lines
+    assert "Files: conversations.jsonl." in (tmp_path / "run" / "drafter" / "README.md").read_text()
+
+
+def test_accumulation_over_more_than_an_epoch(target, data, tmp_path):
+    """As many rows are learned from as without: updates run across the ends of epochs."""
+    _, lines = quietly(tiny_config(target, tmp_path / "run", data, epochs=4.0, gradient_accumulation=40))
+    _, plain = quietly(tiny_config(target, tmp_path / "plain", data, epochs=4.0))
+    updates, batches = (int(next(line for line in said if line.endswith(" updates")).split()[0]) for said in (lines, plain))
+    assert updates == batches // 40 > 1
+
+
+@pytest.fixture
+def fresh_accelerate():
+    """accelerate keeps one state for a process, with one precision."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def test_held_out_figures_are_computed_in_float32(target, data, tmp_path, monkeypatch, fresh_accelerate):
+    seen: dict[bool, set[torch.dtype]] = {True: set(), False: set()}
+    logits = run.TrainableDrafter.logits
+
+    def spy(self, features, target_head):
+        result = logits(self, features, target_head)
+        seen[self.training].add(result.dtype)
+        return result
+
+    monkeypatch.setattr(run.TrainableDrafter, "logits", spy)
+    for version in (1, 3):
+        quietly(tiny_config(target, tmp_path / f"run{version}", data, version=version, epochs=0.2, precision="bfloat16"))
+    assert seen == {True: {torch.bfloat16}, False: {torch.float32}}
+
+
+def test_what_is_too_long_is_counted(target, tmp_path, capfd):
+    """Prompts that cannot be answered, and conversations beyond the positions that the target knows; nothing of it on the standard output."""
+    prompts = write_prompts(tmp_path / "prompts.jsonl", 20)
+    with open(prompts, "a") as file:
+        file.write(json.dumps({"prompt": "ab" * 100}) + "\n")
+        file.write(json.dumps({"messages": [{"role": "user", "content": "ab" * 100}, {"role": "assistant", "content": "a"}]}) + "\n")
+    config = tiny_config(target, tmp_path / "run", prompts, max_length=2000, max_new_tokens=4, temperatures=[0.0], batch_size=1, epochs=1.0)
+    _, lines = quietly(config)
+    assert json.loads((tmp_path / "run" / "left_out.json").read_text()) == {"the prompt could not be answered": 1, "longer than max_length 128": 1}
+    assert any(line.startswith("1 left out: the prompt could not be answered (first: prompts.jsonl:prompts.jsonl, line 21: ") for line in lines)
+    assert capfd.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    "kind, version, message",
+    [(DistributedType.FSDP, 1, "set fsdp_version: 2"), (DistributedType.DEEPSPEED, 0, "accelerate runs as DEEPSPEED"), (DistributedType.FSDP, 2, None), (DistributedType.MULTI_GPU, 0, None)],
+    ids=["fsdp1", "deepspeed", "fsdp2", "ddp"],
+)  # fmt: skip
+def test_ways_of_distribution(kind, version, message):
+    accelerator = SimpleNamespace(distributed_type=kind, state=SimpleNamespace(fsdp_plugin=SimpleNamespace(fsdp_version=version)))
+    with nullcontext() if message is None else pytest.raises(EagleError, match=message):
+        run._check_distribution(accelerator)
+
+
+def test_packages_are_asked_for_before_hours_have_gone_by(tmp_path, monkeypatch, capsys):
+    from eagle_engine.cli import main
+    from eagle_engine.cli import train as command_module
+
+    monkeypatch.setattr(command_module, "find_spec", lambda name: None if name == "matplotlib" else object())
+    assert main(["train", "--target", "demo", "--out", str(tmp_path / "run")]) == 2
+    assert "training needs matplotlib: install the extra" in capsys.readouterr().err and not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(
@@ -215,7 +368,8 @@ def test_checkpoint_of_another_target_data_or_setting(target, data, tmp_path):
     [(dict(version=2), "version: expected 1"), (dict(version=1, fc_norm=True), "fc_norm is an option of EAGLE-3"), (dict(batch_size=0), "batch_size: expected a whole number of at least 1"),
      (dict(learning_rate=0.0), "learning_rate: expected a number above 0"), (dict(validation_share=1.0), "validation_share"), (dict(export_dtype="int8"), "export_dtype: expected one of"),
      (dict(temperatures=[]), "temperatures: expected at least one"), (dict(states="disk"), "states: expected one of"), (dict(epochs="two"), "epochs: expected float, got 'two'"),
-     (dict(batch_size=2.5), "batch_size: expected int, got 2.5"), (dict(temperatures=[0.5, "x"]), "temperatures: expected list")],
+     (dict(batch_size=2.5), "batch_size: expected int, got 2.5"), (dict(temperatures=[0.5, "x"]), "temperatures: expected list"),
+     (dict(device="gpu"), "device: expected one of auto, cpu, cuda, got 'gpu'"), (dict(epochs=float("inf")), "epochs: expected a number above 0, got inf"), (dict(temperatures=[float("nan")]), "temperatures: expected"), (dict(seed=-1), "seed: expected a whole number from 0")],
     ids=lambda value: None if isinstance(value, str) else "-".join(value),
 )  # fmt: skip
 def test_bad_settings(tmp_path, options, message):
@@ -226,12 +380,15 @@ def test_bad_settings(tmp_path, options, message):
 @pytest.mark.parametrize(
     "options, message",
     [(dict(draft_vocab_size=10**6, version=3), "draft_vocab_size 1000000 is more than the target's vocabulary"), (dict(batch_size=100), "the data fills \\d+ rows of 64 tokens, 100 are needed"),
-     (dict(max_length=8), "no conversation is left to train on:\n60 left out: longer than max_length 8"), (dict(version=3, captured_layers=[1, 2, 9]), "captured layers")],
-    ids=["vocab", "batch", "length", "layers"],
+     (dict(max_length=8), "no conversation is left to train on:\n60 left out: longer than max_length 8"), (dict(version=3, captured_layers=[1, 2, 9]), "captured layers"),
+     (dict(version=3, captured_layers=[1, 2, 7]), "captured layer 7, the output of the last layer"), (dict(start_from="nowhere"), "nowhere: no such drafter directory")],
+    ids=["vocab", "batch", "length", "layers", "last-layer", "start"],
 )  # fmt: skip
 def test_settings_that_do_not_fit(target, data, tmp_path, options, message):
+    """Those that have nothing to do with the data are refused before it is made."""
     with pytest.raises(EagleError, match=message):
         quietly(tiny_config(target, tmp_path / "run", data, **options))
+    assert (tmp_path / "run" / "data.npz").exists() == ("batch_size" in options)
 
 
 # What comes out
@@ -250,7 +407,7 @@ def test_run_directory(target, data, tmp_path):
     metrics = read_metrics(directory / "metrics.jsonl")
     assert metrics[0]["step"] == 0 and metrics[-1]["step"] == max(line["step"] for line in metrics)
     assert sum("loss" in line for line in metrics) >= metrics[-1]["step"] // config.log_steps
-    assert len(loop._checkpoints(directory)) == loop.KEPT_CHECKPOINTS and list((directory / "tensorboard").iterdir())
+    assert len(loop.checkpoints(directory)) == loop.KEPT_CHECKPOINTS and list((directory / "tensorboard").iterdir())
 
 
 EXPORTS = {
@@ -363,7 +520,20 @@ def test_start_from_another_drafter(target, data, tmp_path):
     old_ids, new_ids = (list((w["d2t"] + torch.arange(len(w["d2t"]))).tolist()) for w in (old, drafters[1]))
     for row, token in enumerate(old_ids):
         torch.testing.assert_close(drafters[1]["lm_head.weight"][new_ids.index(token)], old["lm_head.weight"][row])
-    with pytest.raises(EagleError, match=r"start_from .*: weight fc.bias is \[48\], that drafter lacks it: a run starts from a drafter of the same version"):
+    # A run that goes on does not need it any more; rows of a head over the whole vocabulary are taken, too.
+    config.start_from, config.epochs = str(tmp_path / "moved"), 0.6
+    (tmp_path / "first").rename(tmp_path / "moved")
+    with pytest.raises(EagleError, match="was started with start_from"):
+        quietly(config)
+    config.start_from = str(tmp_path / "first" / "drafter")
+    assert quietly(config)[0].finished
+    (tmp_path / "moved").rename(tmp_path / "first")
+    whole = tiny_config(target, tmp_path / "whole", data, version=3, draft_vocab_size=83, epochs=0.2)
+    quietly(whole)
+    quietly(tiny_config(target, tmp_path / "part", data, version=3, draft_vocab_size=30, start_from=str(tmp_path / "whole" / "drafter"), learning_rate=1e-12, weight_decay=0.0, epochs=0.2))
+    full, part = weights_of(tmp_path / "whole"), weights_of(tmp_path / "part")
+    torch.testing.assert_close(part["lm_head.weight"], full["lm_head.weight"][part["d2t"] + torch.arange(30)])
+    with pytest.raises(EagleError, match=r"start_from .*: weight fc.weight is \[48, 96\], that drafter has \[48, 144\]: a run starts from a drafter of the same version"):
         quietly(tiny_config(target, tmp_path / "wrong", data, version=1, start_from=str(tmp_path / "first" / "drafter")))
 
 
@@ -395,6 +565,15 @@ def test_command_line(target, data, tmp_path, capsys):
         assert message in capsys.readouterr().err
     settings.write_text("speed = 3\n")
     assert main(["train", "--config", str(settings)]) == 2 and "unknown setting 'speed'" in capsys.readouterr().err
+
+
+def test_a_run_of_an_older_version_goes_on(tmp_path):
+    """One that knew fewer settings; those that it knew are compared."""
+    config = tiny_config(tmp_path, tmp_path, tmp_path)
+    recorded = {name: value for name, value in config.to_dict().items() if name != "norm_output"}
+    check_same_run(config, recorded, tmp_path)
+    with pytest.raises(EagleError, match="was started with seed 1, now it is 0"):
+        check_same_run(config, recorded | {"seed": 1}, tmp_path)
 
 
 def test_learning_rate():

@@ -14,12 +14,16 @@ from eagle_engine.errors import EagleError
 from eagle_engine.evaluation import load_prompts
 from eagle_engine.tokenizer import Tokenizer
 from eagle_engine.training.answers import ChatPrompt
+from eagle_engine.training.batches import Batches
 from eagle_engine.training.conversations import Conversation, EvaluationTexts, LeftOut, encode_conversation, read_files, sample_by_category
 from eagle_engine.training.dataset import TokenData, build_data, pack
-from eagle_engine.training.target_states import LiveStates, cache_states
+from eagle_engine.training.report import measured_prompts
+from eagle_engine.training.target_states import LiveStates, States, cache_states
 from eagle_engine.transformers_model import load_model
 from tiny_pair import save_tokenizer
 from tiny_targets import save_directory
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers, processors
 
 CHATML = "{% for m in messages %}{{ '<s>' + m['role'] + '\n' + m['content'] + '</s>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<s>assistant\n' }}{% endif %}"
 # As Qwen3's: what the assistant thought is cut from all turns but the last.
@@ -27,11 +31,19 @@ FORGETFUL = (
     "{% for m in messages %}{{ '<s>' + m['role'] + '\n' + (m['content'] if loop.last or m['role'] != 'assistant' else m['content'].split('=')[-1]) + '</s>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<s>assistant\n' }}{% endif %}"
 )
-# No mark at the end of an answer, and the system message inside the first user's turn.
+# No mark at the end of an answer.
 PLAIN = (
     "{% for m in messages %}{% if m['role'] == 'user' %}{{ 'Q: ' + m['content'] + '\n' }}{% elif m['role'] == 'assistant' %}{{ 'A: ' + m['content'] + '\n' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'A: ' }}{% endif %}"
 )
+
+
+# As Mistral's: the system message stands in the last user's turn, if nothing follows it. As DeepSeek-R1's: the generation prompt opens a thought that no turn in the conversation shows.
+LATE_SYSTEM = (
+    "{% for m in messages %}{% if m['role'] == 'user' %}{{ 'Q: ' + (messages[0]['content'] + ' ' if loop.last and messages[0]['role'] == 'system' else '') + m['content'] }}"
+    "{% elif m['role'] == 'assistant' %}{{ 'A: ' + m['content'] + '</s>' }}{% endif %}{% endfor %}{% if add_generation_prompt %}{{ 'A: ' }}{% endif %}"
+)
+THINKING = "{% for m in messages %}{{ m['role'][0] + ':' + m['content'].split('=')[-1] + '</s>' }}{% endfor %}{% if add_generation_prompt %}{{ 'a:x=' }}{% endif %}"
 
 
 def tokenizer_of(tmp_path, template):
@@ -42,7 +54,7 @@ def tokenizer_of(tmp_path, template):
 
 def said(tokenizer, messages) -> list[str]:
     """The runs of supervised tokens, as text."""
-    ids, supervised = encode_conversation(tokenizer, messages)
+    ids, supervised, _ = encode_conversation(tokenizer, messages)
     assert ids == tokenizer.encode_chat(messages, add_generation_prompt=False)
     runs, before = [], False
     for token, mark in zip(ids, supervised):
@@ -74,6 +86,26 @@ def test_first_message_of_the_assistant_has_no_prompt(tmp_path):
     assert said(tokenizer_of(tmp_path, CHATML), [{"role": "assistant", "content": "hi"}, *turns("q", "z")]) == ["z</s>"]
 
 
+@pytest.mark.parametrize("template", [LATE_SYSTEM, THINKING], ids=["late-system", "thinking"])
+def test_turns_that_do_not_follow_the_generation_prompt_are_counted(tmp_path, template):
+    tokenizer, left_out = tokenizer_of(tmp_path, template), LeftOut()
+    rows = [{"messages": [{"role": "system", "content": "s"}, *turns("q", "x=y", "r", "z")]}]
+    conversations, _ = read_files([write_lines(tmp_path / "d.jsonl", rows)], tokenizer, left_out)
+    assert not conversations and left_out.counts["no assistant turn to learn"] == 1
+    assert any(line.startswith("2 left out: an assistant's turn") and "writes otherwise than after its generation prompt" in line for line in left_out.lines())
+
+
+@pytest.mark.parametrize("trim", [True, False])
+def test_tokens_of_spaces_are_learned(trim):
+    """Also with a tokenizer whose offsets leave spaces out, as Llama-3's do: a token of spaces alone is empty there."""
+    backend = Backend(models.BPE({c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, []))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    backend.post_processor = processors.ByteLevel(trim_offsets=trim)
+    backend.add_special_tokens(["<s>", "</s>"])
+    tokenizer = Tokenizer(backend, CHATML, {"eos_token": "</s>"}, [])
+    assert said(tokenizer, turns(" q ", "def f():\n    return  x  ", "  ", " u\n ")) == ["def f():\n    return  x  </s>", " u\n </s>"]
+
+
 def write_lines(path, rows):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
@@ -94,14 +126,20 @@ def test_what_cannot_be_used_is_counted_and_named(tmp_path):
         {"prompt": "x", "category": "c"},
         {"turns": ["y", "later"]},
         {"messages": turns("a", "b", "c")},
+        {"turns": []},
+        {"turns": "ab"},
+        {"messages": turns("a", "\ud800")},
+        {"prompt": "\ud800"},
+        {"prompt_token_ids": tokenizer.encode_chat(turns(copied)), "token_ids": [3], "id": "1", "category": "", "temperature": 0.0, "finished": True},
+        {"prompt_token_ids": [3], "token_ids": [], "id": "2", "category": "", "temperature": 0.0, "finished": True},
     ]
     left_out = LeftOut()
     conversations, prompts = read_files([write_lines(tmp_path / "d.jsonl", rows)], tokenizer, left_out)
     assert len(conversations) == 1 and [prompt.category for prompt in prompts] == ["c", "", ""]
     assert tokenizer.decode(prompts[1].token_ids, False) == "<s>user\ny</s>\n<s>assistant\n"
     assert left_out.counts == {
-        "unknown role 'wizard'; known are system, user, assistant, tool": 1, "no assistant turn to learn": 1, "no messages": 2, "a message without role and content": 1,
-        "it holds a prompt of the evaluation suites": 2,
+        "unknown role 'wizard'; known are system, user, assistant, tool": 1, "no assistant turn to learn": 2, "no messages": 4, "a message without role and content": 1,
+        "it holds a prompt of the evaluation suites": 3, "a message that is no valid Unicode: it holds half of a surrogate pair": 2,
     }  # fmt: skip
     assert "1 left out: unknown role 'wizard'; known are system, user, assistant, tool (first: d.jsonl, line 2)" in left_out.lines()
 
@@ -114,8 +152,10 @@ def test_a_tokenizer_without_a_chat_template(tmp_path):
 @pytest.mark.parametrize(
     "name, content, message",
     [("d.jsonl", b'{"prompt": "a"}\n{"prompt"', "line 2: not valid JSON"), ("d.jsonl", b"[1]\n", "line 1: expected a JSON object, got list"), ("d.jsonl", b"\xff\xfe", "cannot be read as text"),
-     ("d.jsonl.gz", b"no gzip", "cannot be read as text"), ("d.npz", b"no zip", "expected an .npz file"), (None, b"", "no such data file")],
-    ids=["json", "list", "bytes", "gzip", "npz", "missing"],
+     ("d.jsonl.gz", b"no gzip", "cannot be read as text"), ("d.jsonl.gz", gzip.compress(b"{}")[:10] + b"\xff" * 9, "cannot be read as text"), ("d.npz", b"no zip", "expected an .npz file"),
+     ("d.npz", b"PK\x03\x04 cut", "expected an .npz file"), (None, b"", "no such data file"), ("d.jsonl", b'{"prompt_token_ids": [1], "token_ids": ["x"]}\n', "line 1: expected an answer as `eagle train` writes"),
+     ("d.jsonl", b'{"prompt_token_ids": [9999], "token_ids": [1], "id": "", "category": "", "temperature": 0.0, "finished": true}\n', "line 1: holds token 9999, the tokenizer has")],
+    ids=["json", "list", "bytes", "gzip", "deflate", "npz", "zip", "missing", "answer", "tokens"],
 )  # fmt: skip
 def test_damaged_files(tmp_path, name, content, message):
     path = tmp_path / (name or "nothing")
@@ -137,6 +177,15 @@ def test_compressed_and_token_files(tmp_path):
     np.savez(tmp_path / "d.npz", tokens=np.array([9999]), offsets=np.array([0, 1]), prompt_len=np.array([0]))
     with pytest.raises(EagleError, match="holds token 9999, the tokenizer has"):
         read_files([tmp_path / "d.npz"], tokenizer, LeftOut())
+
+
+def test_names_of_prompts_differ(tmp_path):
+    """Rows without a good id, and files of one name: answers are found again by these names."""
+    rows = [{"id": None, "prompt": "a"}, {"id": None, "prompt": "b"}, {"id": 7, "prompt": "c"}]
+    (tmp_path / "other").mkdir()
+    files = [write_lines(directory / "d.jsonl", rows) for directory in (tmp_path, tmp_path / "other")]
+    _, prompts = read_files(files, tokenizer_of(tmp_path, CHATML), LeftOut())
+    assert [prompt.id for prompt in prompts] == ["d.jsonl:None", "d.jsonl:None#2", "d.jsonl:7", "d.jsonl:None#3", "d.jsonl:None#4", "d.jsonl:7#2"]
 
 
 @pytest.mark.parametrize("suite", ["mt_bench", "humaneval", "gsm8k"])
@@ -195,6 +244,45 @@ def test_packing_keeps_every_conversation_once(seed):
     filled = [sum(data.lengths[number] for number in row) for row in rows]
     assert max(filled) <= 64 and sum(filled) / (64 * len(rows)) > 0.9
     assert rows != pack(data, chosen, 64, random.Random(seed + 1)) and rows == pack(data, chosen, 64, random.Random(seed))
+
+
+def test_acceptance_is_measured_on_prompts_of_all_files():
+    data = build_data([conversation(f"{i}-{j}", [i // 100, i % 100], [7, j]) for i in range(400) for j in range(2)], 20, 0.2, LeftOut())
+    prompts = measured_prompts(data, 16)
+    assert len(set(map(tuple, prompts))) == 16 and {prompt[0] for prompt in prompts} == {0, 1, 2, 3} and prompts == measured_prompts(data, 16)
+    held_out = {tuple(data.tokens[data.offsets[i] : data.offsets[i] + 2]) for i in np.flatnonzero(data.held_out)}
+    assert set(map(tuple, prompts)) <= held_out and len(measured_prompts(data, 10**6)) == len(held_out)
+
+
+@pytest.mark.parametrize("num_processes", [1, 2, 3, 7])
+def test_held_out_conversations_are_shared_out(num_processes):
+    """Each stands with one process, once; every process has as many batches, as sharded weights need."""
+
+    class NoStates:
+        def of(self, token_ids):
+            return [States(torch.zeros(len(ids), 2), torch.zeros(len(ids), 2), torch.zeros(len(ids), dtype=torch.int64)) for ids in token_ids]
+
+    data = build_data([conversation(str(i), [i], [i] * (1 + i % 9)) for i in range(60)], 16, 0.3, LeftOut())
+    shares = [list(Batches(data, NoStates(), max_length=16, batch_size=2, seed=0, process=i, num_processes=num_processes).held_out()) for i in range(num_processes)]
+    assert len({len(share) for share in shares}) == 1
+    learned = sorted(token for share in shares for batch in share for token in batch.tokens[batch.supervised].tolist())
+    assert learned == sorted(data.tokens[np.repeat(data.held_out, data.lengths) & data.supervised].tolist())
+
+
+def test_live_states_pad_little():
+    """Conversations of a batch go through the target with others of like length: one long one does not make the short ones as long."""
+    forwards = []
+
+    class Recorded:
+        def of(self, token_ids):
+            forwards.append([len(ids) for ids in token_ids])
+            return [States(torch.full((len(ids), 2), float(ids[0])), torch.zeros(len(ids), 2), torch.zeros(len(ids), dtype=torch.int64)) for ids in token_ids]
+
+    data = build_data([conversation(str(i), [i], [7] * (2000 if i % 20 == 0 else 10 + i)) for i in range(60)], 2048, 0.1, LeftOut())
+    batch = Batches(data, Recorded(), max_length=2048, batch_size=2, seed=0).collate([list(range(0, 20)), list(range(20, 40))])
+    assert sum(len(lengths) * max(lengths) for lengths in forwards) < 1.5 * sum(map(sum, forwards)) and max(len(lengths) * max(lengths) for lengths in forwards) <= 4096
+    first = batch.position_ids.eq(0) & (batch.documents >= 0)
+    assert torch.equal(batch.states[first][:, 0].long(), batch.tokens[first])
 
 
 @pytest.mark.parametrize("case", ["llama", "llama-llama3-rope-head-dim", "mistral-window", "mixtral", "qwen2", "qwen3-tied"])

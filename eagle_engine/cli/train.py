@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import tomllib
+from importlib.util import find_spec
 from pathlib import Path
 
 from eagle_engine.cli.common import note, print_json, show_progress
@@ -20,10 +21,12 @@ USEFUL_LENGTH = 1.2
 
 def run(args: argparse.Namespace) -> int:
     config = read_config(args)
-    try:
-        from eagle_engine.training.run import train
-    except ImportError as error:
-        raise EagleError(f"training needs {error.name}: install the extra, pip install 'eagle-engine[train]'") from error
+    for name in ("accelerate", "tensorboard", "matplotlib"):
+        # The last two are needed when hours have gone by.
+        if find_spec(name) is None:
+            raise EagleError(f"training needs {name}: install the extra, pip install 'eagle-engine[train]'")
+    from eagle_engine.training.run import train
+
     outcome = train(config, progress=show_progress(), say=note)
     if args.json:
         print_json({"finished": outcome.finished, "drafter": str(outcome.drafter), "acceptance_length": outcome.acceptance_length})

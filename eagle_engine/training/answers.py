@@ -49,8 +49,8 @@ def read_answers(path: Path) -> list[Answer]:
     return answers
 
 
-def write_answers(engine: Engine, prompts: Sequence[ChatPrompt], path: Path, *, temperatures: Sequence[float], max_new_tokens: int, seed: int = 0, progress: bool = True) -> int:
-    """Let the target answer the prompts that have no answer in `path` yet, and append each answer as a JSON line as soon as it has ended; the number of prompts that could not be answered.
+def write_answers(engine: Engine, prompts: Sequence[ChatPrompt], path: Path, *, temperatures: Sequence[float], max_new_tokens: int, seed: int = 0, progress: bool = True) -> dict[str, str]:
+    """Let the target answer the prompts that have no answer in `path` yet, and append each answer as a JSON line as soon as it has ended; id -> why, of the prompts that could not be answered.
 
     temperatures  prompt i of the list gets temperatures[i % len(temperatures)]
 
@@ -62,7 +62,7 @@ def write_answers(engine: Engine, prompts: Sequence[ChatPrompt], path: Path, *, 
     # Prompts of like length and temperature need not share a batch: every sequence has its own place, and the next prompt takes the place of an answer that has ended.
     waiting.reverse()
     running: dict[int, tuple[ChatPrompt, float]] = {}
-    num_refused = 0
+    refused: dict[str, str] = {}
     with open(path, "ab") as file, tqdm(total=len(prompts), initial=len(known), desc="answering", unit="prompt", disable=not progress) as bar:
         while waiting or running:
             while waiting and len(running) < engine.config.max_batch_size:
@@ -71,20 +71,18 @@ def write_answers(engine: Engine, prompts: Sequence[ChatPrompt], path: Path, *, 
                 try:
                     running[engine.add_request(prompt.token_ids, params)] = (prompt, temperature)
                 except EagleError as error:
-                    num_refused += 1
-                    tqdm.write(f"prompt {prompt.id} is left out: {error}")
+                    refused[prompt.id] = str(error)
                     bar.update()
             for output in engine.step():
                 prompt, temperature = running.pop(output.request_id)
                 if output.finish_reason == "error":
-                    num_refused += 1
-                    tqdm.write(f"prompt {prompt.id} is left out: {output.error}")
+                    refused[prompt.id] = str(output.error)
                 else:
                     answer = Answer(prompt.id, prompt.category, prompt.token_ids, output.token_ids, temperature, output.finish_reason == "stop")
                     file.write(json.dumps(answer._asdict()).encode() + b"\n")
                     file.flush()
                 bar.update()
-    return num_refused
+    return refused
 
 
 def _drop_incomplete_line(path: Path) -> None:

@@ -13,7 +13,7 @@ import torch
 from eagle_engine.errors import EagleError
 from eagle_engine.training.dataset import TokenData, pack
 from eagle_engine.training.objective import Batch
-from eagle_engine.training.target_states import CachedStates, LiveStates
+from eagle_engine.training.target_states import CachedStates, LiveStates, States, batches_of_like_length
 
 
 _LENGTH_STEP = 64  # the CPU's matrix library keeps a plan, and memory, for every size that it meets
@@ -69,11 +69,12 @@ class Batches:
             epoch += 1
 
     def held_out(self) -> Iterator[Batch]:
-        """This process's share of the held-out conversations, each once."""
+        """This process's share of the held-out conversations, each once; batches with nothing to learn where others have one more, since sharded weights are gathered by all processes together."""
         rows = pack(self.data, np.flatnonzero(self.data.held_out), self.max_length)
-        mine = rows[self._process :: self._num_processes]
-        for start in range(0, len(mine), self._batch_size):
-            yield self.collate(mine[start : start + self._batch_size])
+        for start in range(0, len(rows), self._batch_size * self._num_processes):
+            mine = rows[start + self._process * self._batch_size :][: self._batch_size]
+            batch = self.collate(mine or rows[:1])
+            yield batch if mine else batch._replace(supervised=torch.zeros_like(batch.supervised))
 
     def collate(self, rows: list[list[int]]) -> Batch:
         """A batch of these conversations, as long as the longest row and a little more: lengths are multiples of _LENGTH_STEP where max_length lets them."""
@@ -106,9 +107,12 @@ class Batches:
                 at += size
         return batch
 
-    def _states_of(self, numbers: list[int]) -> dict[int, object]:
+    def _states_of(self, numbers: list[int]) -> dict[int, States]:
         if isinstance(self.states, CachedStates):
             return {number: self.states.of_conversation(number) for number in numbers}
         data = self.data
-        states = self.states.of([data.tokens[data.offsets[number] : data.offsets[number + 1]] for number in numbers])
-        return {number: type(one)(*(tensor.cpu() for tensor in one)) for number, one in zip(numbers, states)}
+        found = {}
+        for batch in batches_of_like_length(numbers, data.lengths):
+            for number, states in zip(batch, self.states.of([data.tokens[data.offsets[number] : data.offsets[number + 1]] for number in batch])):
+                found[number] = States(*(tensor.cpu() for tensor in states))
+        return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import UnionType
@@ -94,19 +95,22 @@ class TrainConfig:
         for name in ("max_new_tokens", "answer_batch_size", "unroll_steps", "batch_size", "gradient_accumulation", "checkpoint_steps", "evaluate_steps", "log_steps"):
             _at_least(name, getattr(self, name), 1)
         _at_least("max_length", self.max_length, 4)
+        if not 0 <= self.seed < 1 << 32:
+            raise EagleError(f"seed: expected a whole number from 0 to {(1 << 32) - 1}, got {self.seed}")
         for name in ("num_prompts", "draft_vocab_size", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "threads"):
             if getattr(self, name) is not None:
                 _at_least(name, getattr(self, name), 1)
         for name in ("epochs", "learning_rate", "max_grad_norm"):
-            if not getattr(self, name) > 0:
+            if not 0 < getattr(self, name) < math.inf:
                 raise EagleError(f"{name}: expected a number above 0, got {getattr(self, name)!r}")
         for name in ("unroll_decay", "token_loss_weight", "feature_loss_weight", "feature_noise", "final_learning_rate", "weight_decay", "warmup_steps", "measure_prompts"):
-            if not getattr(self, name) >= 0:
+            if not 0 <= getattr(self, name) < math.inf:
                 raise EagleError(f"{name}: expected a number of at least 0, got {getattr(self, name)!r}")
         if not 0 < self.validation_share < 1:
             raise EagleError(f"validation_share: expected a share between 0 and 1, got {self.validation_share!r}")
-        if not self.temperatures or min(self.temperatures) < 0:
+        if not self.temperatures or not all(0 <= temperature < math.inf for temperature in self.temperatures):
             raise EagleError(f"temperatures: expected at least one number, none below 0, got {self.temperatures}")
+        _one_of("device", self.device, ("auto", "cpu", "cuda"))
         _one_of("precision", self.precision, PRECISIONS)
         _one_of("states", self.states, ("cached", "live"))
         _one_of("states_dtype", self.states_dtype, ("bfloat16", "float16", "float32"))
@@ -126,9 +130,10 @@ MAY_CHANGE = ("out", "data", "epochs", "answer_batch_size", "checkpoint_steps", 
 
 
 def check_same_run(config: TrainConfig, recorded: dict[str, Any], where: Path) -> None:
-    """Raise when a run directory was started with other settings. The data and the target are compared by what they hold, elsewhere."""
+    """Raise when a run directory was started with other settings. The data and the target are compared by what they hold, elsewhere; a setting that an older version
+    did not have is not compared."""
     for name, value in config.to_dict().items():
-        if name not in MAY_CHANGE and recorded.get(name) != json.loads(json.dumps(value)):
+        if name not in MAY_CHANGE and name in recorded and recorded[name] != json.loads(json.dumps(value)):
             raise EagleError(f"{where} was started with {name} {recorded.get(name)!r}, now it is {value!r}: give the old value, or another run directory")
 
 

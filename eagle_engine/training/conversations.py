@@ -6,6 +6,8 @@ import gzip
 import json
 import random
 import re
+import zipfile
+import zlib
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -21,6 +23,10 @@ from eagle_engine.training.answers import Answer, ChatPrompt
 ROLES = ("system", "user", "assistant", "tool")
 _SHINGLE = 13  # words in a row that count as a copy of an evaluation prompt
 _SHORTEST_TURN = 5  # an evaluation prompt of so many words counts as copied when it occurs as a whole
+
+_EVALUATION = "it holds a prompt of the evaluation suites"
+_NOTHING_TO_LEARN = "no assistant turn to learn"
+_MISSED_TURN = "an assistant's turn that the chat template writes otherwise than after its generation prompt, or changes once the conversation goes on; the target's own answer to a prompt has no such turn"
 
 
 class Conversation(NamedTuple):
@@ -61,7 +67,7 @@ def read_rows(path: Path) -> Iterator[tuple[str, dict]]:
                 if not isinstance(row, dict):
                     raise EagleError(f"{path}, line {number}: expected a JSON object, got {type(row).__name__}")
                 yield f"{path.name}, line {number}", row
-    except (UnicodeDecodeError, EOFError, gzip.BadGzipFile) as error:
+    except (UnicodeDecodeError, EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise EagleError(f"{path}: cannot be read as text: {error}") from error
 
 
@@ -69,9 +75,10 @@ def messages_of(row: dict) -> list[dict] | None:
     """The conversation of a row: "messages", or "prompt" or "turns" (only the first turn: later ones answer what the target has not said yet) as a user's message."""
     if "messages" in row:
         return row["messages"]
-    if "prompt" in row or "turns" in row:
-        return [{"role": "user", "content": row["prompt"] if "prompt" in row else row["turns"][0]}]
-    return None
+    if "prompt" in row:
+        return [{"role": "user", "content": row["prompt"]}]
+    turns = row.get("turns")
+    return [{"role": "user", "content": turns[0]}] if isinstance(turns, list) and turns else None
 
 
 def problem_of(messages: object) -> str | None:
@@ -83,17 +90,28 @@ def problem_of(messages: object) -> str | None:
             return "a message without role and content"
         if message["role"] not in ROLES:
             return f"unknown role {message['role']!r}; known are {', '.join(ROLES)}"
+        if re.search("[\ud800-\udfff]", message["content"]):
+            return "a message that is no valid Unicode: it holds half of a surrogate pair"
     return None
 
 
-def encode_conversation(tokenizer: Tokenizer, messages: list[dict]) -> tuple[list[int], list[bool]]:
+class Encoded(NamedTuple):
+    """token_ids, supervised [n]; num_missed: assistant's messages that have no span and are not learned."""
+
+    token_ids: list[int]
+    supervised: list[bool]
+    num_missed: int
+
+
+def encode_conversation(tokenizer: Tokenizer, messages: list[dict]) -> Encoded:
     """Token ids of a whole conversation, and which of them the assistant says.
 
     The spans come from the chat template itself: what message i adds to the text of the messages before it with the generation prompt is what the assistant says there. Its last token is the first
-    end token of the span; what a template writes after it, such as a line end, nobody ever generates. An assistant's message whose text depends on later messages has no such span and is not learned.
+    end token of the span; what a template writes after it, such as a line end, nobody ever generates. An assistant's message whose text depends on later messages, or does not begin with the generation
+    prompt, has no such span and is not learned.
     """
     text = tokenizer.apply_chat_template(messages, add_generation_prompt=False)
-    spans = []
+    spans, num_missed = [], 0
     for i, message in enumerate(messages):
         if message["role"] != "assistant" or i == 0:
             continue
@@ -101,17 +119,20 @@ def encode_conversation(tokenizer: Tokenizer, messages: list[dict]) -> tuple[lis
         after = tokenizer.apply_chat_template(messages[: i + 1], add_generation_prompt=False)
         if text.startswith(after) and after.startswith(before):
             spans.append((len(before), len(after)))
+        else:
+            num_missed += 1
     encoding = tokenizer.backend.encode(text, add_special_tokens=False)
     supervised = [False] * len(encoding.ids)
     ends = set(tokenizer.eos_token_ids)
     span, ended = 0, False
     for i, ((start, stop), token) in enumerate(zip(encoding.offsets, encoding.ids)):
-        while span < len(spans) and start >= spans[span][1]:
+        # Llama-3's tokenizer takes the spaces off its offsets: a token of spaces alone lies, empty, where it ends.
+        while span < len(spans) and start >= spans[span][1] < stop:
             span, ended = span + 1, False
-        if span < len(spans) and not ended and stop > start >= spans[span][0]:
+        if span < len(spans) and not ended and start >= spans[span][0] < stop:
             supervised[i] = True
             ended = token in ends
-    return encoding.ids, supervised
+    return Encoded(encoding.ids, supervised, num_missed)
 
 
 class EvaluationTexts:
@@ -147,6 +168,8 @@ def read_files(paths: Sequence[Path], tokenizer: Tokenizer, left_out: LeftOut) -
     evaluation = EvaluationTexts()
     conversations: list[Conversation] = []
     prompts: list[ChatPrompt] = []
+    # Answers go by the names of their prompts, so those must differ, also across files of one name.
+    names: Counter[str] = Counter()
     for path in paths:
         if not path.is_file():
             raise EagleError(f"{path}: no such data file")
@@ -155,14 +178,18 @@ def read_files(paths: Sequence[Path], tokenizer: Tokenizer, left_out: LeftOut) -
             continue
         for where, row in read_rows(path):
             name = f"{path.name}:{row.get('id', where)}"
+            names[name] += 1
+            if names[name] > 1:
+                name += f"#{names[name]}"
             if "prompt_token_ids" in row and "token_ids" in row:
-                answer = Answer(**row)
-                conversations.append(conversation_of(answer))
+                conversation = conversation_of(_read_answer(row, where))
+                if _is_usable(conversation, where, tokenizer, evaluation, left_out):
+                    conversations.append(conversation)
                 continue
             messages = messages_of(row)
             problem = problem_of(messages)
             if problem is None and evaluation.occur_in("\n".join(message["content"] for message in messages)):
-                problem = "it holds a prompt of the evaluation suites"
+                problem = _EVALUATION
             if problem is not None:
                 left_out.add(problem, where)
                 continue
@@ -170,14 +197,16 @@ def read_files(paths: Sequence[Path], tokenizer: Tokenizer, left_out: LeftOut) -
                 if messages[-1]["role"] in ("user", "tool"):
                     prompts.append(ChatPrompt(name, str(row.get("category", "")), tokenizer.encode_chat(messages)))
                     continue
-                token_ids, supervised = encode_conversation(tokenizer, messages)
+                token_ids, supervised, num_missed = encode_conversation(tokenizer, messages)
             except EagleError as error:
                 if tokenizer.chat_template is None:
                     raise
                 left_out.add(str(error), where)
                 continue
+            for _ in range(num_missed):
+                left_out.add(_MISSED_TURN, where)
             if not any(supervised):
-                left_out.add("no assistant turn to learn", where)
+                left_out.add(_NOTHING_TO_LEARN, where)
                 continue
             conversations.append(Conversation(name, np.array(token_ids, dtype=np.int32), np.array(supervised)))
     return conversations, prompts
@@ -188,27 +217,45 @@ def conversation_of(answer: Answer) -> Conversation:
     return Conversation(answer.id, np.array(prompt + ids, dtype=np.int32), np.arange(len(prompt) + len(ids)) >= len(prompt))
 
 
+def _read_answer(row: dict, where: str) -> Answer:
+    """A line of another run's answers.jsonl."""
+    lists = [row["prompt_token_ids"], row["token_ids"]]
+    if sorted(row) != sorted(Answer._fields) or not all(isinstance(ids, list) and all(type(i) is int and 0 <= i < 1 << 31 for i in ids) for ids in lists):
+        raise EagleError(f"{where}: expected an answer as `eagle train` writes them to answers.jsonl, with {', '.join(Answer._fields)}, the ids as lists of whole numbers of at least 0")
+    return Answer(**row)
+
+
+def _is_usable(conversation: Conversation, where: str, tokenizer: Tokenizer, evaluation: EvaluationTexts, left_out: LeftOut) -> bool:
+    """Whether a conversation that came as token ids can be learned from; an error when they are not this tokenizer's."""
+    ids, supervised = conversation.token_ids, conversation.supervised
+    for token in (int(ids.min(initial=0)), int(ids.max(initial=0))):
+        if not 0 <= token < tokenizer.vocab_size:
+            raise EagleError(f"{where}: holds token {token}, the tokenizer has {tokenizer.vocab_size}")
+    if evaluation.occur_in(tokenizer.decode(ids[~supervised].tolist())):
+        left_out.add(_EVALUATION, where)
+    elif not supervised.any():
+        left_out.add(_NOTHING_TO_LEARN, where)
+    else:
+        return True
+    return False
+
+
 def _read_tokens(path: Path, tokenizer: Tokenizer, evaluation: EvaluationTexts, left_out: LeftOut) -> list[Conversation]:
     """A file of token ids: tokens [total], offsets [n + 1], prompt_len [n]; the answer of chat i is tokens[offsets[i] + prompt_len[i] : offsets[i + 1]]."""
     try:
         with np.load(path, allow_pickle=False) as file:
             tokens, offsets, prompt_len = (file[name] for name in ("tokens", "offsets", "prompt_len"))
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         raise EagleError(f"{path}: expected an .npz file with tokens, offsets and prompt_len: {error}") from error
     lengths = np.diff(offsets)
     if len(offsets) != len(prompt_len) + 1 or offsets[0] != 0 or offsets[-1] != len(tokens) or (lengths < prompt_len).any() or (prompt_len < 0).any():
         raise EagleError(f"{path}: offsets and prompt_len do not fit {len(tokens)} tokens")
-    if len(tokens) and int(tokens.max()) >= tokenizer.vocab_size:
-        raise EagleError(f"{path}: holds token {int(tokens.max())}, the tokenizer has {tokenizer.vocab_size}")
     conversations = []
     for i, length in enumerate(lengths):
-        ids = tokens[offsets[i] : offsets[i + 1]].astype(np.int32)
-        if evaluation.occur_in(tokenizer.decode(ids[: prompt_len[i]].tolist())):
-            left_out.add("it holds a prompt of the evaluation suites", f"{path.name}, chat {i}")
-        elif length == prompt_len[i]:
-            left_out.add("no assistant turn to learn", f"{path.name}, chat {i}")
-        else:
-            conversations.append(Conversation(f"{path.name}:{i}", ids, np.arange(length) >= prompt_len[i]))
+        ids = tokens[offsets[i] : offsets[i + 1]].astype(np.int64)
+        conversation = Conversation(f"{path.name}:{i}", ids, np.arange(length) >= prompt_len[i])
+        if _is_usable(conversation, f"{path.name}, chat {i}", tokenizer, evaluation, left_out):
+            conversations.append(conversation._replace(token_ids=ids.astype(np.int32)))
     return conversations
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import os
 import random
+import zipfile
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,7 +67,7 @@ class TokenData:
         try:
             with np.load(path, allow_pickle=False) as file:
                 return cls(**{name: file[name] for name in cls.__dataclass_fields__})
-        except (OSError, ValueError, KeyError) as error:
+        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error) as error:
             raise EagleError(f"{path}: no data of a training run: {error}") from error
 
 

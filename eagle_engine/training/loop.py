@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import math
+import pickle
 import shutil
 import signal
 import time
 from collections.abc import Callable
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from accelerate import Accelerator
+from safetensors import SafetensorError
 from torch import nn
 from tqdm import tqdm
 
@@ -21,6 +23,7 @@ from eagle_engine.errors import EagleError
 from eagle_engine.training.batches import Batches
 from eagle_engine.training.config import TrainConfig
 from eagle_engine.training.objective import Sums, UnrolledObjective
+from eagle_engine.training.whole_file import write_whole
 
 KEPT_CHECKPOINTS = 2
 _POSITION = "position.json"
@@ -77,7 +80,7 @@ class Trainer:
         self.config, self.accelerator, self.batches, self.directory, self.fingerprint = config, accelerator, batches, run_directory, fingerprint
         self.progress = progress and accelerator.is_main_process
         self.model, self.optimiser = accelerator.prepare(objective, optimiser_of(objective.drafter, config))
-        self.total_steps = max(1, int(config.epochs * (len(batches.epoch(0)) // config.gradient_accumulation)))
+        self.total_steps = max(1, int(config.epochs * len(batches.epoch(0)) / config.gradient_accumulation))
         self.position = Position()
         self._resume()
 
@@ -128,7 +131,8 @@ class Trainer:
                 stop = self._agree(asked() or (deadline is not None and time.monotonic() > deadline))
                 if position.step % config.checkpoint_steps == 0 or at_end or stop:
                     # What a checkpoint says must not depend on where in a window of metrics it fell.
-                    position.tokens += self._tokens_of(window)
+                    if window:
+                        position.tokens += int(self._over_processes(_total(window)).rows[0])
                     window, losses = [], []
                     self._save()
                 if stop and not at_end:
@@ -137,15 +141,11 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self) -> dict:
-        """Metrics of the held-out conversations, in float32: in bfloat16 many logits tie, and a tie counts as right."""
+        """Metrics of the held-out conversations."""
         self.model.eval()
-        drafter_loss, total = self.accelerator.unwrap_model(self.model), None
-        for batch in self.batches.held_out():
-            _, sums = drafter_loss(batch.to(self.accelerator.device))
-            total = sums if total is None else Sums(*(a + b for a, b in zip(total, sums)))
-        if total is None:
-            total = Sums(*torch.zeros(len(Sums._fields), self.config.unroll_steps, dtype=torch.float64, device=self.accelerator.device))
-        return summary(self._over_processes(total))
+        drafter_loss = self.accelerator.unwrap_model(self.model)
+        parts = [drafter_loss(batch.to(self.accelerator.device))[1] for batch in self.batches.held_out()]
+        return summary(self._over_processes(_total(parts)))
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Published name -> tensor, whole on every process."""
@@ -154,15 +154,12 @@ class Trainer:
 
     def _log_line(self, window: list[Sums], losses: list[torch.Tensor], rate: float, norm: float) -> dict:
         position = self.position
-        total = self._over_processes(Sums(*(torch.stack(parts).sum(0) for parts in zip(*window))))
+        total = self._over_processes(_total(window))
         position.tokens += int(total.rows[0])
         loss = self.accelerator.reduce(torch.stack(losses).mean(), reduction="mean")
         return {
             "step": position.step, "tokens": position.tokens, "seconds": round(position.seconds, 3), "loss": loss.item(), "learning_rate": rate, "gradient_norm": norm,
         } | summary(total)  # fmt: skip
-
-    def _tokens_of(self, window: list[Sums]) -> int:
-        return int(self._over_processes(Sums(*(torch.stack(parts).sum(0) for parts in zip(*window)))).rows[0]) if window else 0
 
     def _over_processes(self, sums: Sums) -> Sums:
         return Sums(*self.accelerator.reduce(torch.stack(list(sums)), reduction="sum"))
@@ -178,7 +175,7 @@ class Trainer:
 
     def _not_finite(self, places: list, losses: list[torch.Tensor]) -> str:
         ids = [str(self.batches.data.ids[number]) for place in places for row in place.rows for number in row]
-        kept = _checkpoints(self.directory)
+        kept = checkpoints(self.directory)
         last = f"the last good checkpoint is {kept[-1]}" if kept else "there is no checkpoint yet"
         values = ", ".join(f"{loss.item():g}" for loss in losses)
         return (
@@ -203,7 +200,7 @@ class Trainer:
                 (partial / _POSITION).write_text(json.dumps(self.position.__dict__ | {"fingerprint": self.fingerprint, "processes": self.accelerator.num_processes}))
                 shutil.rmtree(directory, ignore_errors=True)
                 partial.rename(directory)
-                for old in _checkpoints(self.directory)[:-KEPT_CHECKPOINTS]:
+                for old in checkpoints(self.directory)[:-KEPT_CHECKPOINTS]:
                     shutil.rmtree(old)
         except (OSError, RuntimeError) as error:
             # torch reports a full disk as a RuntimeError of its archive writer.
@@ -214,16 +211,24 @@ class Trainer:
         self.accelerator.wait_for_everyone()
 
     def _resume(self) -> None:
-        kept = _checkpoints(self.directory)
+        kept = checkpoints(self.directory)
         if not kept:
             return
-        recorded = json.loads((kept[-1] / _POSITION).read_text())
+        damaged = f"{kept[-1]} cannot be read: {{}}; remove it, and the run goes on from the checkpoint before it, or from the start"
+        try:
+            recorded = json.loads((kept[-1] / _POSITION).read_text())
+        except (OSError, ValueError) as error:
+            raise EagleError(damaged.format(error)) from error
         for name, value in self.fingerprint.items():
-            if recorded["fingerprint"].get(name) != value:
+            # What an older version did not record is not compared.
+            if recorded["fingerprint"].get(name, value) != value:
                 raise EagleError(f"{kept[-1]} is a checkpoint of another {name}: give the old one, or another run directory")
         if recorded["processes"] != self.accelerator.num_processes:
             raise EagleError(f"{kept[-1]} was written by {recorded['processes']} processes, now there are {self.accelerator.num_processes}: the order of the data depends on their number")
-        self.accelerator.load_state(str(kept[-1]))
+        try:
+            self.accelerator.load_state(str(kept[-1]))
+        except (OSError, ValueError, RuntimeError, EOFError, pickle.UnpicklingError, SafetensorError) as error:
+            raise EagleError(damaged.format(error)) from error
         self.position = Position(**{name: recorded[name] for name in Position.__dataclass_fields__})
 
     @contextmanager
@@ -236,7 +241,7 @@ class Trainer:
 
         path = self.directory / "metrics.jsonl"
         lines = [line for line in read_metrics(path) if line["step"] <= self.position.step] if self.position.step else []
-        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        write_whole(path, "".join(json.dumps(line) + "\n" for line in lines))
         board = SummaryWriter(str(self.directory / "tensorboard"), purge_step=self.position.step + 1)
         with open(path, "a") as file:
 
@@ -251,10 +256,12 @@ class Trainer:
                     elif name not in ("step", "seconds"):
                         board.add_scalar(f"{group}/{name}", value, line["step"])
 
-            try:
+            with closing(board):
                 yield write
-            finally:
-                board.close()
+
+
+def _total(parts: list[Sums]) -> Sums:
+    return Sums(*(torch.stack(tensors).sum(0) for tensors in zip(*parts)))
 
 
 def read_metrics(path: Path) -> list[dict]:
@@ -264,7 +271,7 @@ def read_metrics(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().split("\n")[:-1]]
 
 
-def _checkpoints(run_directory: Path) -> list[Path]:
+def checkpoints(run_directory: Path) -> list[Path]:
     """Complete checkpoints, the oldest first."""
     return sorted(path for path in (run_directory / "checkpoints").glob("step-*") if not path.name.endswith(".partial"))
 

@@ -19,16 +19,22 @@ MEASURED_TREE = dict(tree="dynamic", top_k=4, max_depth=5, num_nodes=16)
 _MEASURED_TOKENS = 128
 
 
-def measure_acceptance(config: TrainConfig, drafter: Path, drafter_config: DrafterConfig, data: TokenData, progress: bool) -> float | None:
-    """Acceptance length of the drafter on greedy answers to held-out prompts; None when there are none to measure with."""
-    prompts = []
-    for number in np.flatnonzero(data.held_out):
+def measured_prompts(data: TokenData, count: int) -> list[list[int]]:
+    """At most `count` different prompts of held-out conversations, drawn from all of them: files stand one after the other, often sorted by category."""
+    prompts: list[list[int]] = []
+    for number in np.random.default_rng(0).permutation(np.flatnonzero(data.held_out)):
         tokens, supervised = (array[data.offsets[number] : data.offsets[number + 1]] for array in (data.tokens, data.supervised))
         prompt = tokens[: int(supervised.argmax())].tolist()
         if prompt and prompt not in prompts:
             prompts.append(prompt)
-        if len(prompts) == config.measure_prompts:
+        if len(prompts) == count:
             break
+    return prompts
+
+
+def measure_acceptance(config: TrainConfig, drafter: Path, drafter_config: DrafterConfig, data: TokenData, progress: bool) -> float | None:
+    """Acceptance length of the drafter on greedy answers to held-out prompts; None when there are none to measure with."""
+    prompts = measured_prompts(data, config.measure_prompts)
     if not prompts:
         return None
     longest = max(len(prompt) for prompt in prompts)
@@ -82,7 +88,7 @@ def model_card(config: TrainConfig, drafter: DrafterConfig, data: TokenData, pos
         f"{len(data)} conversations, {int(data.held_out.sum())} of them held out; {learned} tokens of the assistant to learn from, {position.tokens} seen in all passes. {vocab[0].upper() + vocab[1:]}.",
         f"Files: {', '.join(Path(path).name for path in config.data)}. Conversations with a prompt of the evaluation suites (MT-bench, HumanEval, GSM8K) are left out.",
     ]  # fmt: skip
-    lines += [f"{count} conversations left out: {reason}." for reason, count in left_out.items()]
+    lines += [f"{count} left out: {reason}." for reason, count in left_out.items()]
     lines += [
         "", "## What it reached", "", "| measure | figure |", "| --- | --- |",
         f"| share of drafts that are the target's choice on held-out conversations, given that those before are: depth 1, 2, ... | {shares} |",

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from eagle_engine.checkpoint import Checkpoint, open_checkpoint
 from eagle_engine.demo import demo_target_path
-from eagle_engine.drafter_checkpoint import read_drafter
+from eagle_engine.drafter_checkpoint import read_drafter, target_ids
 from eagle_engine.drafter_config import DrafterConfig
 from eagle_engine.errors import EagleError
 from eagle_engine.loading import DEMO, weights_dtype
@@ -28,17 +28,19 @@ from eagle_engine.training.config import TrainConfig, check_same_run
 from eagle_engine.training.conversations import LeftOut, conversation_of, read_files, sample_by_category
 from eagle_engine.training.dataset import TokenData, build_data
 from eagle_engine.training.export import draft_vocab_of, export
-from eagle_engine.training.loop import Trainer
+from eagle_engine.training.loop import Trainer, checkpoints
 from eagle_engine.training.model import TrainableDrafter, initialise
 from eagle_engine.training.objective import UnrolledObjective
 from eagle_engine.training.target_states import CachedStates, LiveStates, cache_states
+from eagle_engine.training.whole_file import write_whole
 
 _LONGEST_WAIT = timedelta(days=7)  # of processes for the one that answers prompts and computes states
 _LARGEST_DEFAULT_VOCAB = 32_000  # of EAGLE-3, as published
 
 
 class Outcome(NamedTuple):
-    """finished: the drafter was written to `drafter`; else the run stopped at a checkpoint and the same command goes on. acceptance_length: measured by the engine, None if it was not."""
+    """drafter: directory of the drafter as it is. finished: it is trained to the end and described; else the run stopped at a checkpoint and the same command goes on. acceptance_length: measured by the
+    engine, None if it was not."""
 
     finished: bool
     drafter: Path
@@ -56,23 +58,26 @@ def train(config: TrainConfig, *, progress: bool = True, say=print) -> Outcome:
         raise EagleError("device cuda was asked for, but torch finds no GPU; use device cpu or auto")
     bf16 = config.precision == "bfloat16" or (config.precision == "auto" and not on_cpu)
     accelerator = Accelerator(cpu=on_cpu, mixed_precision="bf16" if bf16 else "no", kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False), InitProcessGroupKwargs(timeout=_LONGEST_WAIT)])
+    _check_distribution(accelerator)
     if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true" and accelerator.distributed_type != DistributedType.FSDP:
         raise EagleError(f"FSDP was asked for, but this is one process or has no GPU, and accelerate runs as {accelerator.distributed_type.value}: use several GPUs, or leave FSDP out")
     say = say if accelerator.is_main_process else lambda line: None
     progress = progress and accelerator.is_main_process
-    _check_settings(config, out, accelerator)
+    _check_settings(config, out, accelerator, say)
 
     checkpoint = open_checkpoint(demo_target_path(progress) if config.target == DEMO else config.target)
     tokenizer = Tokenizer.from_checkpoint(checkpoint)
-    # The steps that make files are one process's; the others wait and read them.
-    with accelerator.main_process_first():
-        data = _data(config, out, tokenizer, progress and accelerator.is_main_process, say)
+    # What does not fit is said before the target spends hours on answers.
     drafter_config = drafter_config_of(config, checkpoint.config)
     captured_layers = drafter_config.captured_layers(checkpoint.config.num_layers)
-    parts = target_parts(checkpoint)
-    target_name = _fingerprint(checkpoint.config, parts.embedding)
+    start = _read_start(config, drafter_config) if config.start_from is not None and not checkpoints(out) else None
+    # The steps that make files are one process's; the others wait and read them.
     with accelerator.main_process_first():
-        states = _states(config, out, checkpoint, captured_layers, data, target_name, accelerator, progress)
+        data = _data(config, out, tokenizer, checkpoint.config.max_position_embeddings, progress, say)
+    parts = target_parts(checkpoint)
+    target_name, target_weights = _fingerprint(checkpoint.config, parts.embedding), _weights_fingerprint(checkpoint)
+    with accelerator.main_process_first():
+        states = _states(config, out, checkpoint, captured_layers, data, {"target": target_name, "target weights": target_weights}, accelerator, progress)
 
     counts = data.count(checkpoint.config.vocab_size)
     limited = drafter_config.has_own_vocab or config.draft_vocab_size is not None
@@ -80,8 +85,8 @@ def train(config: TrainConfig, *, progress: bool = True, say=print) -> Outcome:
     target_head = parts.head if draft_vocab is None else parts.head[draft_vocab]
     drafter = TrainableDrafter(drafter_config, getattr(torch, config.export_dtype))
     initialise(drafter, config.seed, parts.norm, target_head)
-    if config.start_from is not None:
-        _start_from(drafter, Path(config.start_from).expanduser(), draft_vocab)
+    if start is not None:
+        _start_from(drafter, start, draft_vocab)
     product_dtype = torch.bfloat16 if bf16 else torch.float32
     objective = UnrolledObjective(
         drafter, parts.embedding.to(product_dtype), target_head.to(product_dtype), draft_vocab, steps=config.unroll_steps, decay=config.unroll_decay,
@@ -95,15 +100,15 @@ def train(config: TrainConfig, *, progress: bool = True, say=print) -> Outcome:
         f"EAGLE-{'1/2' if config.version == 1 else 3} drafter of {sum(p.numel() for p in drafter.parameters()) / 1e6:.1f} M weights; {len(data)} conversations, {data.held_out.sum()} of them held out; "
         f"{counts.sum()} tokens to learn from, {100 * covered:.1f} % of them in the draft vocabulary"
     )
-    trainer = Trainer(config, accelerator, objective, batches, out, {"target": target_name, "data": data.fingerprint}, progress=progress)
+    trainer = Trainer(config, accelerator, objective, batches, out, {"target": target_name, "target weights": target_weights, "data": data.fingerprint}, progress=progress)
     say(f"{trainer.total_steps} updates" + (f", going on after {trainer.position.step}" if trainer.position.step else ""))
-    if not trainer.run():
-        say(f"stopped after update {trainer.position.step} of {trainer.total_steps}; the same command goes on from there")
-        return Outcome(False, out / "drafter")
-    weights = trainer.weights()
-    if not accelerator.is_main_process:
-        return Outcome(True, out / "drafter")
-    export(out / "drafter", drafter_config, weights, config.export_dtype, draft_vocab, counts)
+    finished, weights = trainer.run(), trainer.weights()
+    if accelerator.is_main_process:
+        export(out / "drafter", drafter_config, weights, config.export_dtype, draft_vocab, counts)
+    if not finished:
+        say(f"stopped after update {trainer.position.step} of {trainer.total_steps}; the drafter so far is in {out / 'drafter'}, and the same command goes on from there")
+    if not finished or not accelerator.is_main_process:
+        return Outcome(finished, out / "drafter")
     from eagle_engine.training.report import write_report
 
     length = write_report(config, out, drafter_config, data, trainer.position, covered, progress)
@@ -148,21 +153,43 @@ def drafter_config_of(config: TrainConfig, target: ModelConfig) -> DrafterConfig
         3, layer, target.hidden_size, draft_vocab_size=config.draft_vocab_size or min(_LARGEST_DEFAULT_VOCAB, target.vocab_size),
         captured_layer_ids=None if config.captured_layers is None else tuple(config.captured_layers), fc_norm=config.fc_norm, norm_output=config.norm_output, norm_before_residual=config.norm_before_residual,
     )  # fmt: skip
-    drafter.captured_layers(target.num_layers)
+    if target.num_layers in drafter.captured_layers(target.num_layers):
+        raise EagleError(f"captured layer {target.num_layers}, the output of the last layer before the final norm, cannot be trained on: transformers does not hand it over")
     return drafter
 
 
-def _check_settings(config: TrainConfig, out: Path, accelerator: Accelerator) -> None:
-    """Record the settings of a new run; compare those of one that goes on."""
+def _check_distribution(accelerator: Accelerator) -> None:
+    """DDP and FSDP 2 keep weights that go by their names; what else accelerate knows does not."""
+    kind = accelerator.distributed_type
+    if kind == DistributedType.FSDP and accelerator.state.fsdp_plugin.fsdp_version != 2:
+        raise EagleError("FSDP of version 1 was asked for, which is what accelerate takes when nothing is said: set fsdp_version: 2 (--fsdp_version 2)")
+    if kind not in (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU, DistributedType.FSDP):
+        raise EagleError(f"accelerate runs as {kind.value}: drafters are trained on one process, with DDP or with FSDP")
+
+
+def _check_settings(config: TrainConfig, out: Path, accelerator: Accelerator, say) -> None:
+    """Record the settings of a new run; compare those of one that goes on. The data of a run are made once: config.data becomes what they were made from."""
     path = out / "config.json"
     if accelerator.is_main_process:
         if path.is_file():
-            check_same_run(config, json.loads(path.read_text()), out)
-        path.write_text(json.dumps(config.to_dict(), indent=1) + "\n")
+            try:
+                recorded = json.loads(path.read_text(encoding="utf-8"))
+            except ValueError as error:
+                raise EagleError(f"{path} is damaged ({error}): remove it if the settings are the ones that the run was started with") from error
+            check_same_run(config, recorded, out)
+            if (out / "data.npz").is_file():
+                if config.data and config.data != recorded["data"]:
+                    say(f"the run goes on with its own data, made from {', '.join(recorded['data'])}; other files need another run directory")
+                config.data = recorded["data"]
+            elif (out / "answers.jsonl").is_file() and config.target != recorded["target"]:
+                raise EagleError(f"{out / 'answers.jsonl'} holds answers of target {recorded['target']}, now it is {config.target}: give the old one, or another run directory")
+        write_whole(path, json.dumps(config.to_dict(), indent=1) + "\n")
     accelerator.wait_for_everyone()
+    if not path.is_file():
+        raise EagleError(f"{path}, which the first process has written, is not here: several machines need a run directory that all of them share")
 
 
-def _data(config: TrainConfig, out: Path, tokenizer: Tokenizer, progress: bool, say) -> TokenData:
+def _data(config: TrainConfig, out: Path, tokenizer: Tokenizer, max_positions: int, progress: bool, say) -> TokenData:
     """The data of the run, made on its first start: files read, prompts answered, everything encoded, split."""
     path = out / "data.npz"
     if path.is_file():
@@ -174,33 +201,34 @@ def _data(config: TrainConfig, out: Path, tokenizer: Tokenizer, progress: bool, 
     if prompts:
         prompts = sample_by_category(prompts, config.num_prompts, config.seed)
         say(f"{len(prompts)} prompts are answered by the target")
-        _answer(config, out, prompts, progress, say)
+        for name, reason in _answer(config, out, prompts, min(config.max_length, max_positions), progress).items():
+            left_out.add("the prompt could not be answered", f"{name}: {reason}")
         wanted = {prompt.id for prompt in prompts}
         for answer in read_answers(out / "answers.jsonl"):
             if answer.id in wanted and answer.token_ids:
                 conversations.append(conversation_of(answer))
-    data = build_data(conversations, config.max_length, config.validation_share, left_out)
+    data = build_data(conversations, min(config.max_length, max_positions), config.validation_share, left_out)
     for line in left_out.lines():
         say(line)
+    # data.npz is the last: with it this step is done.
+    write_whole(out / "left_out.json", json.dumps(dict(left_out.counts), indent=1) + "\n")
     data.save(path)
-    (out / "left_out.json").write_text(json.dumps(dict(left_out.counts), indent=1) + "\n")
     return data
 
 
-def _answer(config: TrainConfig, out: Path, prompts: list[ChatPrompt], progress: bool, say) -> None:
+def _answer(config: TrainConfig, out: Path, prompts: list[ChatPrompt], max_length: int, progress: bool) -> dict[str, str]:
+    """id -> why, of the prompts that could not be answered."""
     from eagle_engine.engine import Engine
 
     longest = max(len(prompt.token_ids) for prompt in prompts)
     engine = Engine.from_pretrained(
-        config.target, None, device=config.device, threads=config.threads, progress=progress, max_batch_size=config.answer_batch_size, max_model_len=min(config.max_length, longest + config.max_new_tokens + 1)
+        config.target, None, device=config.device, threads=config.threads, progress=progress, max_batch_size=config.answer_batch_size, max_model_len=min(max_length, longest + config.max_new_tokens + 1)
     )
-    refused = write_answers(engine, prompts, out / "answers.jsonl", temperatures=config.temperatures, max_new_tokens=config.max_new_tokens, seed=config.seed, progress=progress)
-    if refused:
-        say(f"{refused} prompts could not be answered")
+    return write_answers(engine, prompts, out / "answers.jsonl", temperatures=config.temperatures, max_new_tokens=config.max_new_tokens, seed=config.seed, progress=progress)
 
 
 def _states(
-    config: TrainConfig, out: Path, checkpoint: Checkpoint, captured_layers: tuple[int, ...], data: TokenData, target_name: str, accelerator: Accelerator, progress: bool
+    config: TrainConfig, out: Path, checkpoint: Checkpoint, captured_layers: tuple[int, ...], data: TokenData, target: dict[str, str], accelerator: Accelerator, progress: bool
 ) -> CachedStates | LiveStates:
     dtype = weights_dtype(config.target_dtype, checkpoint.config.dtype, checkpoint.gguf_metadata is not None, accelerator.device)
 
@@ -211,32 +239,48 @@ def _states(
 
     if config.states == "live":
         return make_source(captured_layers)
-    description = {"target": target_name, "dtype": config.states_dtype, "target dtype": str(dtype).removeprefix("torch.")}
+    description = target | {"dtype": config.states_dtype, "target dtype": str(dtype).removeprefix("torch.")}
     directory = out / "states" if config.states_directory is None else Path(config.states_directory).expanduser()
     return cache_states(make_source, directory, data, captured_layers, description, progress)
 
 
-def _start_from(drafter: TrainableDrafter, directory: Path, draft_vocab: Tensor | None) -> None:
-    """Take the weights of another drafter of the same kind. A head over another draft vocabulary is taken row by row: rows of tokens that it lacks stay as they are."""
-    other, tensors = read_drafter(directory)
-    weights = drafter.named_weights()
-    with torch.no_grad():
-        for name, weight in weights.items():
-            tensor = tensors.get(name)
-            if name == "lm_head.weight" and other.has_own_vocab and tensor is not None:
-                known = {int(token): row for row, token in enumerate(tensors["d2t"] + torch.arange(len(tensors["d2t"])))}
-                pairs = [(row, known[int(token)]) for row, token in enumerate(draft_vocab if draft_vocab is not None else range(len(weight))) if int(token) in known]
-                rows, theirs = (torch.tensor(side) for side in zip(*pairs))
-                weight[rows] = tensor[theirs].float()
-            elif tensor is None or tensor.shape != weight.shape:
-                shape = "lacks it" if tensor is None else f"has {list(tensor.shape)}"
-                raise EagleError(f"start_from {directory}: weight {name} is {list(weight.shape)}, that drafter {shape}: a run starts from a drafter of the same version and sizes")
-            else:
-                weight.copy_(tensor.float())
+def _read_start(config: TrainConfig, drafter_config: DrafterConfig) -> dict[str, Tensor]:
+    """Weights of the drafter that a run starts from, if it is of the same kind; with "ids" [rows of its head], their target ids."""
+    other, tensors = read_drafter(Path(config.start_from).expanduser())
+    for name, shape in drafter_config.expected_tensors().items():
+        theirs = tuple(tensors[name].shape) if name in tensors else None
+        # A head over another vocabulary is taken by tokens.
+        same = theirs is not None and theirs[1:] == shape[1:] if name == "lm_head.weight" else theirs == shape
+        if not same and name not in ("d2t", "t2d"):
+            has = "lacks it" if theirs is None else f"has {list(theirs)}"
+            raise EagleError(f"start_from {config.start_from}: weight {name} is {list(shape)}, that drafter {has}: a run starts from a drafter of the same version and sizes")
+    return tensors | {"ids": target_ids(tensors["d2t"]) if other.has_own_vocab else torch.arange(other.layer.vocab_size)}
+
+
+@torch.no_grad()
+def _start_from(drafter: TrainableDrafter, tensors: dict[str, Tensor], draft_vocab: Tensor | None) -> None:
+    """Take the weights of another drafter; of its head, the rows of tokens that both draft."""
+    for name, weight in drafter.named_weights().items():
+        if name != "lm_head.weight":
+            weight.copy_(tensors[name].float())
+            continue
+        theirs = {token: row for row, token in enumerate(tensors["ids"].tolist())}
+        for row, token in enumerate(range(len(weight)) if draft_vocab is None else draft_vocab.tolist()):
+            if token in theirs:
+                weight[row] = tensors[name][theirs[token]].float()
 
 
 def _fingerprint(config: ModelConfig, embedding: Tensor) -> str:
     """Of a target, wherever its files lie: its configuration and a part of its embedding."""
     digest = hashlib.sha256(repr(config).encode())
     digest.update(embedding[:: max(1, len(embedding) // 256)].contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _weights_fingerprint(checkpoint: Checkpoint) -> str:
+    """Of weights that a target has for itself, when it shares configuration and embedding with the one that it was tuned from: the final norm, and the queries and values of the last layer."""
+    digest = hashlib.sha256()
+    layer = f"model.layers.{checkpoint.config.num_layers - 1}.self_attn"
+    for name in ("model.norm.weight", f"{layer}.q_proj.weight", f"{layer}.v_proj.weight"):
+        digest.update(checkpoint.tensor(name).float().contiguous().numpy().tobytes())
     return digest.hexdigest()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,6 +18,7 @@ from tqdm import tqdm
 
 from eagle_engine.errors import EagleError
 from eagle_engine.training.dataset import TokenData
+from eagle_engine.training.whole_file import write_whole
 
 _SHARD_TOKENS = 1 << 16
 _BATCH_TOKENS = 4096  # of a forward of the target
@@ -51,9 +52,7 @@ class LiveStates:
             padded[row, : len(ids)] = torch.from_numpy(np.asarray(ids, dtype=np.int64))
         outputs = self.model.model(input_ids=padded.to(device), output_hidden_states=bool(self.captured_layers), use_cache=False)
         features = outputs.last_hidden_state
-        hidden, num_layers = outputs.hidden_states, self.model.config.num_hidden_layers
-        if num_layers in self.captured_layers:
-            raise EagleError(f"captured layer {num_layers}, the output of the last layer before the final norm, cannot be trained on: transformers does not hand it over")
+        hidden = outputs.hidden_states
         results = []
         for row, length in enumerate(lengths):
             feature = features[row, :length]
@@ -103,7 +102,8 @@ def cache_states(make_source: Callable[[tuple[int, ...]], LiveStates], directory
         recorded = json.loads(marker.read_text())
         if not captured_layers and recorded.get("captured layers"):
             captured_layers, description["captured layers"] = tuple(recorded["captured layers"]), recorded["captured layers"]
-        different = [name for name in description if recorded.get(name) != description[name]]
+        # What an older version did not record is not compared.
+        different = [name for name in description if name in recorded and recorded[name] != description[name]]
         if different:
             raise EagleError(f"{directory} holds states of another {', '.join(different)}: remove it, or give another run directory")
     shards = _shards(data)
@@ -115,7 +115,7 @@ def cache_states(make_source: Callable[[tuple[int, ...]], LiveStates], directory
         needed, free = tokens * (width * source.dtype.itemsize + 4), shutil.disk_usage(directory).free
         if needed * 1.02 > free:
             raise EagleError(f"the target's states of {tokens} tokens need {needed / 1e9:.1f} GB in {directory}, {free / 1e9:.1f} GB are free: use fewer conversations, or states 'live'")
-        marker.write_text(json.dumps(description))
+        write_whole(marker, json.dumps(description))
         with tqdm(total=tokens, desc=f"states of the target ({needed / 1e9:.1f} GB)", unit="token", unit_scale=True, disable=not progress) as bar:
             for number in missing:
                 _write_shard(source, directory, number, shards[number], data, bar)
@@ -124,7 +124,7 @@ def cache_states(make_source: Callable[[tuple[int, ...]], LiveStates], directory
 
 def _write_shard(source: LiveStates, directory: Path, number: int, shard: range, data: TokenData, bar: tqdm) -> None:
     found: dict[int, States] = {}
-    for batch in _batches(sorted(shard, key=lambda i: data.lengths[i]), data.lengths):
+    for batch in batches_of_like_length(shard, data.lengths):
         for i, states in zip(batch, source.of([data.tokens[data.offsets[i] : data.offsets[i + 1]] for i in batch])):
             if not bool(torch.isfinite(states.features).all() & torch.isfinite(states.states).all()):
                 raise EagleError(f"the target's states of conversation {data.ids[i]} are not finite in {str(source.dtype).removeprefix('torch.')}; use another states_dtype or target_dtype")
@@ -160,10 +160,10 @@ def _shard_path(directory: Path, number: int) -> Path:
     return directory / f"states-{number:05d}.safetensors"
 
 
-def _batches(numbers: list[int], lengths: np.ndarray) -> list[list[int]]:
-    """Conversations of like length, about _BATCH_TOKENS tokens together."""
+def batches_of_like_length(numbers: Iterable[int], lengths: np.ndarray) -> list[list[int]]:
+    """Conversations for one forward of the target: of like length, so that little is padded, and about _BATCH_TOKENS tokens together."""
     batches: list[list[int]] = []
-    for i in numbers:
+    for i in sorted(numbers, key=lambda i: lengths[i]):
         if batches and (len(batches[-1]) + 1) * lengths[i] <= _BATCH_TOKENS:
             batches[-1].append(i)
         else:
