@@ -54,6 +54,7 @@ def export(directory: Path, config: DrafterConfig, weights: dict[str, Tensor], d
         save_file(tensors, partial / "model.safetensors", metadata={"format": "pt"})
     except SafetensorError as error:
         raise EagleError(f"the drafter cannot be written to {directory} ({shutil.disk_usage(partial).free / 1e6:.0f} MB are free): {error}; the last checkpoint is kept") from error
+    (partial / "model.safetensors").chmod(0o644)  # safetensors writes for the owner alone
     (partial / "config.json").write_text(json.dumps(config.to_dict(dtype if stored.itemsize > 1 else "float16"), indent=1) + "\n")
     if config.version == 1:
         np.save(partial / RANKING_FILE, ranked(counts)[: min(_RANKED, int((counts > 0).sum()))].astype(np.int32))
