@@ -186,7 +186,7 @@ def test_killed_run_ends_as_an_unbroken_one(target, data, tmp_path):
 # Several processes
 
 
-@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
+@pytest.mark.parametrize("mode", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
 def test_two_processes_train_as_one(target, data, tmp_path, mode):
     """Two processes over gloo with batches of two rows do the updates of one process with batches of four; they are stopped once and go on."""
     one = tiny_config(target, tmp_path / "one", data, batch_size=4, epochs=4.0, feature_noise=0.0)
