@@ -8,15 +8,13 @@ import torch
 from torch import Tensor
 
 from eagle_engine import drafter_layer
-from eagle_engine.drafter_checkpoint import read_drafter, read_token_ids, target_ids
+from eagle_engine.drafter_checkpoint import RANKING_FILE, read_drafter, read_token_ids, target_ids
 from eagle_engine.drafter_config import DrafterConfig, misfits
 from eagle_engine.errors import EagleError
 from eagle_engine.prefill_attention import MAX_TREE_QUERIES, prefill_attention
 from eagle_engine.rope import rope_table
 from eagle_engine.target import TargetModel
 from eagle_kernels import HeadTopK, PackedWeight, embedding, head_topk, linear, pack_weight, rms_norm, rope_store_kv, silu_mul, tree_attention, unpack_weight
-
-RANKING_FILE = "token_ranking.npy"
 
 
 class Drafter:

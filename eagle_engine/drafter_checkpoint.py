@@ -16,6 +16,8 @@ from eagle_engine.drafter_format import parse_drafter_config, stated_version
 from eagle_engine.errors import EagleError
 from eagle_engine.huggingface_checkpoint import open_safetensors, read_json
 
+RANKING_FILE = "token_ranking.npy"  # beside an EAGLE-1/2 drafter: token ids, most frequent first
+
 # EAGLE-3.1 as it was first written -> as it is written now.
 _LEGACY_NAMES = {f"aux_norm_{name}.weight": f"fc_norm.{i}.weight" for i, name in enumerate(("low", "mid", "high"))}
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)

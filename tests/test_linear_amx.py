@@ -1,6 +1,9 @@
 """bf16 weights on the matrix unit of the CPU: what differs from the other code paths, and what must not."""
 
+import ctypes
 import math
+import shutil
+import subprocess
 
 import eagle_kernels
 import pytest
@@ -73,8 +76,33 @@ def test_unused_memory_is_not_read(restore_num_threads):
             assert_exact(linear(whole[:, :depth], poisoned), linear(whole[:, :depth].contiguous(), packed))
 
 
-def test_torch_finds_its_own_tiles_again(restore_num_threads):
-    """torch's bf16 products use the same unit on the same threads and do not expect that somebody else configures it."""
+TILES = """#include <immintrin.h>
+extern "C" void load(const void* config) { _tile_loadconfig(config); }
+extern "C" void store(void* config) { _tile_storeconfig(config); }
+extern "C" void release() { _tile_release(); }
+"""
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++: a look at this thread's tiles is compiled by it")
+def test_tiles_that_somebody_configured_are_put_back(tmp_path, restore_num_threads):
+    """Another library on this thread may take its configuration for granted; where there was none, none is left."""
+    (tmp_path / "tiles.cpp").write_text(TILES)
+    subprocess.run(["g++", "-O1", "-shared", "-fPIC", "-mamx-tile", tmp_path / "tiles.cpp", "-o", tmp_path / "tiles.so"], check=True)
+    tiles, found = ctypes.CDLL(str(tmp_path / "tiles.so")), ctypes.create_string_buffer(64)
+    torch.set_num_threads(1)
+    packed, x = pack_weight(torch.randn(50, 100).bfloat16()), torch.randn(3, 100)
+    config = bytearray(64)
+    config[0], config[16], config[48] = 1, 20, 3  # palette 1; tile 0: rows of 20 bytes, three of them
+    for before in (bytes(config), bytes(64)):
+        tiles.load(before) if before[0] else tiles.release()
+        linear(x, packed)
+        tiles.store(found)
+        tiles.release()
+        assert found.raw == before
+
+
+def test_products_of_torch_between_ours(restore_num_threads):
+    """torch's bf16 products use the same unit on the same threads."""
     a, b = torch.randn(64, 512).bfloat16(), torch.randn(512, 128).bfloat16()
     packed, x = pack_weight(torch.randn(50, 100).bfloat16()), torch.randn(3, 100)
     for threads in (1, 2):

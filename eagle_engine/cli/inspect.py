@@ -10,8 +10,7 @@ from typing import Any
 from eagle_engine.checkpoint import Checkpoint, open_checkpoint
 from eagle_engine.cli.common import print_json, show_progress
 from eagle_engine.demo import demo_target_path
-from eagle_engine.drafter import RANKING_FILE
-from eagle_engine.drafter_checkpoint import read_drafter, read_token_ids
+from eagle_engine.drafter_checkpoint import RANKING_FILE, read_drafter, read_token_ids
 from eagle_engine.drafter_config import FLAGS, DrafterConfig, misfits
 from eagle_engine.loading import DEMO, drafter_path
 from eagle_engine.errors import EagleError

@@ -13,11 +13,11 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from eagle_engine.drafter_checkpoint import RANKING_FILE
 from eagle_engine.drafter_config import DrafterConfig
 from eagle_engine.errors import EagleError
 from eagle_engine.training.model import stored_dtype
 
-RANKING_FILE = "token_ranking.npy"
 _RANKED = 32768
 
 

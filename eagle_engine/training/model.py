@@ -23,8 +23,8 @@ class TrainableDrafter(nn.Module):
         super().__init__()
         self.config, self.weight_dtype = config, weight_dtype
         shapes = {name: shape for name, shape in config.expected_tensors().items() if name not in _MAPS}
-        # ParameterDict takes no dots in names.
         self._prepared: dict[str, Tensor] = {}
+        # ParameterDict takes no dots in names.
         self.weights = nn.ParameterDict({name.replace(".", "/"): nn.Parameter(torch.zeros(shape)) for name, shape in shapes.items()})
 
     def named_weights(self) -> dict[str, nn.Parameter]:
@@ -94,7 +94,7 @@ class _Rounded(torch.autograd.Function):
 
 @torch.no_grad()
 def initialise(model: TrainableDrafter, seed: int, target_norm: Tensor | None = None, target_head: Tensor | None = None) -> None:
-    """Start as a drafter that changes nothing: `fc` passes on the feature (EAGLE-3: the highest captured state), and the two blocks add zero.
+    """Start as a drafter that changes little: `fc` passes on the feature (EAGLE-3: the highest captured state) with a tenth of a random matrix beside, and the two blocks add zero.
 
     target_norm, target_head  [H], [Vd, H]: EAGLE-3 starts with the target's final norm and the rows of its head when they are as wide as the drafter; else its head is random
     """

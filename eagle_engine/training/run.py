@@ -59,8 +59,6 @@ def train(config: TrainConfig, *, progress: bool = True, say=print) -> Outcome:
     bf16 = config.precision == "bfloat16" or (config.precision == "auto" and not on_cpu)
     accelerator = Accelerator(cpu=on_cpu, mixed_precision="bf16" if bf16 else "no", kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False), InitProcessGroupKwargs(timeout=_LONGEST_WAIT)])
     _check_distribution(accelerator)
-    if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true" and accelerator.distributed_type != DistributedType.FSDP:
-        raise EagleError(f"FSDP was asked for, but this is one process or has no GPU, and accelerate runs as {accelerator.distributed_type.value}: use several GPUs, or leave FSDP out")
     say = say if accelerator.is_main_process else lambda line: None
     progress = progress and accelerator.is_main_process
     _check_settings(config, out, accelerator, say)
@@ -161,6 +159,8 @@ def drafter_config_of(config: TrainConfig, target: ModelConfig) -> DrafterConfig
 def _check_distribution(accelerator: Accelerator) -> None:
     """DDP and FSDP 2 keep weights that go by their names; what else accelerate knows does not."""
     kind = accelerator.distributed_type
+    if kind != DistributedType.FSDP and os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
+        raise EagleError(f"FSDP was asked for, but this is one process or has no GPU, and accelerate runs as {kind.value}: use several GPUs, or leave FSDP out")
     if kind == DistributedType.FSDP and accelerator.state.fsdp_plugin.fsdp_version != 2:
         raise EagleError("FSDP of version 1 was asked for, which is what accelerate takes when nothing is said: set fsdp_version: 2 (--fsdp_version 2)")
     if kind not in (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU, DistributedType.FSDP):
