@@ -15,6 +15,7 @@ from eagle_engine.evaluation import load_prompts
 from eagle_engine.tokenizer import Tokenizer
 from eagle_engine.training.answers import ChatPrompt
 from eagle_engine.training.batches import Batches
+from eagle_engine.training.batches import Batches
 from eagle_engine.training.conversations import Conversation, EvaluationTexts, LeftOut, encode_conversation, read_files, sample_by_category
 from eagle_engine.training.dataset import TokenData, build_data, pack
 from eagle_engine.training.report import measured_prompts
@@ -371,3 +372,25 @@ def test_states_that_overflow_are_refused(tmp_path):
         model.model.norm.weight *= 1e6
     with pytest.raises(EagleError, match="are not finite in float16; use another states_dtype"):
         cache_states(lambda layers: LiveStates(model, (), torch.float16), tmp_path / "states", tiny_data(), (), {}, False)
+
+
+def test_a_batch_is_its_conversations_side_by_side(tmp_path):
+    """Every field of every conversation stands where the others do, positions and documents begin anew with each, and what is left of a row is padding."""
+    save_directory(tmp_path / "t", "llama")
+    data = tiny_data()
+    states = cache_states(lambda layers: LiveStates(load_model(open_checkpoint(tmp_path / "t"), torch.float32), (0, 1), torch.float32), tmp_path / "states", data, (0, 1), {}, False)
+    rows = [[3, 17, 8], [21], [5, 4]]
+    batch = Batches(data, states, max_length=64, batch_size=3, seed=0).collate(rows)
+    assert batch.tokens.shape == (3, 64)
+    for i, row in enumerate(rows):
+        at = 0
+        for document, number in enumerate(row):
+            span, size = slice(data.offsets[number], data.offsets[number + 1]), int(data.lengths[number])
+            here = (i, slice(at, at + size))
+            assert batch.tokens[here].tolist() == data.tokens[span].tolist() and batch.supervised[here].tolist() == data.supervised[span].tolist()
+            assert batch.position_ids[here].tolist() == list(range(size)) and batch.documents[here].tolist() == [document] * size
+            expected = states.of_conversation(number)
+            assert all(torch.equal(getattr(batch, name)[here], getattr(expected, name)) for name in ("states", "features", "best"))
+            at += size
+        rest = (i, slice(at, None))
+        assert (batch.documents[rest] == -1).all() and not batch.supervised[rest].any()
