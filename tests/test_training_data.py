@@ -15,7 +15,6 @@ from eagle_engine.evaluation import load_prompts
 from eagle_engine.tokenizer import Tokenizer
 from eagle_engine.training.answers import ChatPrompt
 from eagle_engine.training.batches import Batches
-from eagle_engine.training.batches import Batches
 from eagle_engine.training.conversations import Conversation, EvaluationTexts, LeftOut, encode_conversation, read_files, sample_by_category
 from eagle_engine.training.dataset import TokenData, build_data, pack
 from eagle_engine.training.report import measured_prompts
