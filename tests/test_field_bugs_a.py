@@ -11,11 +11,19 @@ from plain_drafts import PlainDrafts, TreeRecorder, check_shape, check_trees
 from test_sample import LEVEL, chi_square_pvalue, neutral
 from test_step_graphs import graphed
 from tiny_engines import (
-    DRAFTERS, TREES, KnowingDrafter, bigram_drafter, drafter_config, eagle3_config, make_drafter, make_engine, oracle_drafter, plain_tokens, random_drafter, random_tensors, tiny_target,
+    TREES, KnowingDrafter, bigram_drafter, drafter_config, eagle3_config, make_drafter, make_engine, oracle_drafter, plain_tokens, random_drafter, random_tensors, tiny_target,
 )  # fmt: skip
 from tiny_targets import VOCAB_SIZE, hf_logits, random_tokens, tiny_model
 
 GREEDY = dict(temperature=0.0)
+# A target of few tokens: an untrained drafter is right often enough there, and wrong often enough.
+FEW = dict(vocab_size=12, num_hidden_layers=7)
+BUSHY = dict(tree="dynamic", top_k=4, max_depth=4, num_nodes=14)
+CONFIGS = {"eagle-1": drafter_config, "eagle-3": lambda target, **options: eagle3_config(target, draft_vocab_size=9, **options)}
+
+
+def few_tokens(seed: int, count: int) -> list[int]:
+    return [token % FEW["vocab_size"] for token in random_tokens(seed, count)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -62,13 +70,13 @@ def test_a04_siblings_that_were_not_sampled_change_no_probability():
     assert chi_square_pvalue(drafted.long(), torch.stack((1 - share, share))) > LEVEL
 
 
-@pytest.mark.parametrize("options", [TREES["dynamic"], TREES["static"] | dict(acceptance="rejection")], ids=["exact", "rejection"])
-def test_a05_no_token_outside_the_nucleus_is_ever_emitted(options):
-    """Accepted drafts and bonus tokens alike, held to the logits of transformers."""
-    target, prompt = tiny_target("llama"), random_tokens(110, 6)
-    params = [SamplingParams(temperature=2.0, top_p=0.4, seed=seed, max_tokens=30) for seed in range(4)]
-    outputs = make_engine(target, random_drafter(target), **options).generate([prompt] * 4, params)
-    model, narrow = tiny_model("llama"), 0
+@pytest.mark.parametrize("acceptance", ["exact", "rejection"])
+def test_a05_no_token_outside_the_nucleus_is_ever_emitted(acceptance):
+    """Accepted drafts and the tokens after them alike, held to the logits of transformers; drafts are accepted, so that the last nodes of the tree have their say."""
+    target, prompt = tiny_target("llama", **FEW), few_tokens(110, 6)
+    params = [SamplingParams(temperature=2.0, top_p=0.4, seed=seed, max_tokens=25) for seed in range(6)]
+    outputs = make_engine(target, random_drafter(target), tree="static", choices=((0,), (1,), (2,), (3,)), acceptance=acceptance).generate([prompt] * 6, params)
+    model, narrow = tiny_model("llama", **FEW), 0
     for output in outputs:
         text = prompt + output.token_ids
         probs = (hf_logits(model, text) / 2.0).softmax(-1)
@@ -76,8 +84,9 @@ def test_a05_no_token_outside_the_nucleus_is_ever_emitted(options):
             row = probs[position - 1]
             before = row[row > row[text[position]]].sum()
             assert before < 0.4 + 1e-5, f"token {text[position]} at {position}: {float(before):.3f} of the mass stands before it"
-            narrow += int((row.sort(descending=True).values.cumsum(0) < 0.4).sum()) < VOCAB_SIZE // 4
+            narrow += int((row.sort(descending=True).values.cumsum(0) < 0.4).sum()) < 4
     assert narrow > 100  # the nucleus leaves most tokens out
+    assert sum(sum(output.stats.acceptance_by_depth) for output in outputs) > 1
 
 
 def test_a07_features_that_overflow_end_their_request_and_no_other():
@@ -100,19 +109,19 @@ def test_a07_features_that_overflow_end_their_request_and_no_other():
     assert make_engine(whole, overflowing, **TREES["dynamic"]).generate(prompt, params)[0].token_ids == answer
 
 
-@pytest.mark.parametrize("kind", ["eagle-1", "eagle-3"])
+@pytest.mark.parametrize("kind", CONFIGS)
 def test_a11_a_batch_of_unequal_prompts_goes_as_each_prompt_alone(kind):
-    """The same tokens in the same number of steps, accepted at the same depths."""
-    target = tiny_target("llama", num_hidden_layers=7)
-    prompts = [random_tokens(130 + i, length) for i, length in enumerate((1, 33, 5, 64))]
-    params = [SamplingParams(temperature=0.7 * (i % 2), seed=i, max_tokens=8 + 7 * i) for i in range(4)]
-    texts = [prompt + plain_tokens(target, prompt, param) for prompt, param in zip(prompts, params)]
-    drafter = bigram_drafter(target, texts, DRAFTERS[kind](target))
-    together = make_engine(target, drafter, **TREES["dynamic"]).generate(prompts, params)
-    for prompt, param, text, output in zip(prompts, params, texts, together):
-        alone = make_engine(target, drafter, max_batch_size=1, **TREES["dynamic"]).generate(prompt, param)[0]
-        assert prompt + output.token_ids == prompt + alone.token_ids == text
-        assert output.stats.acceptance_by_depth == alone.stats.acceptance_by_depth and output.stats.steps == alone.stats.steps
+    """The same tokens in the same number of steps, accepted at the same depths, whoever leaves the batch first."""
+    target = tiny_target("llama", **FEW)
+    prompts = [few_tokens(130 + i, length) for i, length in enumerate((1, 33, 5, 64))]
+    params = [SamplingParams(temperature=0.8, seed=i, max_tokens=count) for i, count in enumerate((4, 40, 20, 30))]
+    drafter = make_drafter(target, CONFIGS[kind](target))
+    together = make_engine(target, drafter, **BUSHY).generate(prompts, params)
+    for prompt, param, output in zip(prompts, params, together):
+        alone = make_engine(target, drafter, max_batch_size=1, **BUSHY).generate(prompt, param)[0]
+        assert output.token_ids == alone.token_ids == plain_tokens(target, prompt, param)
+        assert (output.stats.steps, output.stats.acceptance_by_depth) == (alone.stats.steps, alone.stats.acceptance_by_depth)
+    assert sum(output.stats.acceptance_length for output in together) > 4.5
 
 
 @pytest.mark.parametrize("options", [TREES["chain"], dict(top_k=4, max_depth=6, num_nodes=60)], ids=["chain", "deep-tree"])
@@ -137,15 +146,6 @@ def test_a15_acceptance_length_counts_the_bonus_token_and_steps_from_one():
     assert (output.stats.steps, output.stats.acceptance_length, sum(output.stats.acceptance_by_depth)) == (24, 1.0, 0)
 
 
-# A target of few tokens: an untrained drafter is right often enough there, and wrong often enough.
-FEW = dict(vocab_size=12, num_hidden_layers=7)
-BUSHY = dict(tree="dynamic", top_k=4, max_depth=4, num_nodes=14)
-
-
-def few_tokens(seed: int, count: int) -> list[int]:
-    return [token % FEW["vocab_size"] for token in random_tokens(seed, count)]
-
-
 def drafted_plainly(make_config, prompts: list[list[int]], params: SamplingParams, case: str = "llama", *, tree: dict = BUSHY, **options) -> list:
     """Every node of every tree against the drafter run plainly, the answers against plain decoding; the trees."""
     target = tiny_target(case, **FEW)
@@ -153,9 +153,6 @@ def drafted_plainly(make_config, prompts: list[list[int]], params: SamplingParam
     outputs, trees = check_trees(make_engine(target, make_drafter(target, raw), **tree), PlainDrafts(raw, random_tensors(raw), case, **FEW), prompts, params)
     assert [output.token_ids for output in outputs] == [plain_tokens(target, prompt, params) for prompt in prompts]
     return trees
-
-
-CONFIGS = {"eagle-1": drafter_config, "eagle-3": lambda target, **options: eagle3_config(target, draft_vocab_size=9, **options)}
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
