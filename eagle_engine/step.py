@@ -53,8 +53,8 @@ class Models(NamedTuple):
 
     @property
     def captured_layers(self) -> tuple[int, ...]:
-        """Layers of the target whose inputs the drafter takes."""
-        return () if self.drafter is None else self.drafter.captured_layers
+        """Layers of the target whose inputs the drafter takes; none where nothing is drafted."""
+        return self.drafter.captured_layers if self.shape.levels else ()
 
 
 def run_step(models: Models, state: DecodeState, batch: int, timer: PhaseTimer, observe: Callable[[list[ObservedTree]], None] | None = None) -> Accepted:
