@@ -6,10 +6,21 @@ import math
 
 import pytest
 import torch
+from eagle_engine import SamplingParams
 from eagle_engine.observation import ObservedTree
 from published_drafter import PublishedDrafter
-from tiny_targets import tiny_model
+from tiny_engines import drafter_config, eagle3_config, make_drafter, make_engine, plain_tokens, random_tensors, tiny_target
+from tiny_targets import random_tokens, tiny_model
 from torch import Tensor
+
+# A target of few tokens: an untrained drafter is right often enough there, and wrong often enough.
+FEW = dict(vocab_size=12, num_hidden_layers=7)
+BUSHY = dict(tree="dynamic", top_k=4, max_depth=4, num_nodes=14)
+CONFIGS = {"eagle-1": drafter_config, "eagle-3": lambda target, **options: eagle3_config(target, draft_vocab_size=9, **options)}
+
+
+def few_tokens(seed: int, count: int) -> list[int]:
+    return [token % FEW["vocab_size"] for token in random_tokens(seed, count)]
 
 
 class TreeRecorder:
@@ -82,3 +93,27 @@ def check_shape(tree: ObservedTree) -> None:
         assert 0 <= tree.parent[node] < node and tree.depth[node] == tree.depth[tree.parent[node]] + 1, f"node {node} hangs on {tree.parent[node]}"
     children = [(tree.parent[node], tree.tokens[node]) for node in range(1, len(tree.tokens)) if tree.tokens[node] >= 0]
     assert len(set(children)) == len(children)
+
+
+def drafted_plainly(make_config, prompts: list[list[int]], params: SamplingParams, case: str = "llama", *, tree: dict = BUSHY, **options) -> list:
+    """Every node of every tree against the drafter run plainly, the answers against plain decoding; the trees."""
+    target = tiny_target(case, **FEW)
+    raw = make_config(target, **options)
+    outputs, trees = check_trees(make_engine(target, make_drafter(target, raw), **tree), PlainDrafts(raw, random_tensors(raw), case, **FEW), prompts, params)
+    assert [output.token_ids for output in outputs] == [plain_tokens(target, prompt, params) for prompt in prompts]
+    return trees
+
+
+def plain_tree(plain: PlainDrafts, text: list[int], top_k: int, max_depth: int, num_nodes: int) -> set[tuple[int, ...]]:
+    """EAGLE-2's dynamic tree after a text, stated plainly: of each level's candidates the best top_k are expanded, of all candidates the best num_nodes - 1 stay. Paths of tokens."""
+    tokens = {i: token for token, i in plain.draft_id.items()}
+    scores: dict[tuple[int, ...], float] = {(): 0.0}
+    frontier: list[tuple[int, ...]] = [()]
+    for _ in range(max_depth):
+        level = {}
+        for path in frontier:
+            values, ids = plain.log_probs(text, list(path)).topk(top_k)
+            level |= {(*path, tokens[int(i)]): scores[path] + float(value) for value, i in zip(values, ids)}
+        scores |= level
+        frontier = sorted(level, key=level.get, reverse=True)[:top_k]
+    return set(sorted(scores, key=scores.get, reverse=True)[1:num_nodes])

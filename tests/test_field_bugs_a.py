@@ -7,23 +7,13 @@ import torch
 from eagle_engine import SamplingParams
 from eagle_kernels import DraftPool, accept, accept_rejection, pack_weight, rerank, sample, unpack_weight
 from helpers import depths
-from plain_drafts import PlainDrafts, TreeRecorder, check_shape, check_trees
+from plain_drafts import BUSHY, CONFIGS, FEW, TreeRecorder, check_shape, drafted_plainly, few_tokens
 from test_sample import LEVEL, chi_square_pvalue, neutral
 from test_step_graphs import graphed
-from tiny_engines import (
-    TREES, KnowingDrafter, bigram_drafter, drafter_config, eagle3_config, make_drafter, make_engine, oracle_drafter, plain_tokens, random_drafter, random_tensors, tiny_target,
-)  # fmt: skip
+from tiny_engines import TREES, KnowingDrafter, bigram_drafter, drafter_config, make_drafter, make_engine, oracle_drafter, plain_tokens, random_drafter, tiny_target
 from tiny_targets import VOCAB_SIZE, hf_logits, random_tokens, tiny_model
 
 GREEDY = dict(temperature=0.0)
-# A target of few tokens: an untrained drafter is right often enough there, and wrong often enough.
-FEW = dict(vocab_size=12, num_hidden_layers=7)
-BUSHY = dict(tree="dynamic", top_k=4, max_depth=4, num_nodes=14)
-CONFIGS = {"eagle-1": drafter_config, "eagle-3": lambda target, **options: eagle3_config(target, draft_vocab_size=9, **options)}
-
-
-def few_tokens(seed: int, count: int) -> list[int]:
-    return [token % FEW["vocab_size"] for token in random_tokens(seed, count)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -144,15 +134,6 @@ def test_a15_acceptance_length_counts_the_bonus_token_and_steps_from_one():
     wrong = KnowingDrafter(target, lambda _token, position: torch.eye(VOCAB_SIZE)[(text[position + 1 if position + 1 < len(text) else 0] + 1) % VOCAB_SIZE])
     output = make_engine(target, wrong, **TREES["chain"]).generate(prompt, params)[0]
     assert (output.stats.steps, output.stats.acceptance_length, sum(output.stats.acceptance_by_depth)) == (24, 1.0, 0)
-
-
-def drafted_plainly(make_config, prompts: list[list[int]], params: SamplingParams, case: str = "llama", *, tree: dict = BUSHY, **options) -> list:
-    """Every node of every tree against the drafter run plainly, the answers against plain decoding; the trees."""
-    target = tiny_target(case, **FEW)
-    raw = make_config(target, **options)
-    outputs, trees = check_trees(make_engine(target, make_drafter(target, raw), **tree), PlainDrafts(raw, random_tensors(raw), case, **FEW), prompts, params)
-    assert [output.token_ids for output in outputs] == [plain_tokens(target, prompt, params) for prompt in prompts]
-    return trees
 
 
 @pytest.mark.parametrize("kind", CONFIGS)

@@ -20,14 +20,13 @@ from eagle_engine.training.objective import UnrolledObjective
 from eagle_engine.transformers_model import load_model
 from gguf import GGMLQuantizationType
 from gguf.quants import quantize
-from plain_drafts import TreeRecorder
+from plain_drafts import CONFIGS, TreeRecorder, drafted_plainly, few_tokens
 from safetensors.torch import load_file, save_file
-from test_field_bugs_a import CONFIGS, drafted_plainly, few_tokens
 from test_training_objective import make_batch, make_config
 from test_training_objective import make_drafter as make_trainable
 from tiny_engines import DRAFTERS, TREES, drafter_config, eagle3_config, make_engine, plain_tokens, random_drafter, random_tensors, tiny_target
 from tiny_pair import make_pair
-from tiny_targets import CASES, empty_cache, hf_logits, prefill, random_tokens, save_directory, tiny_model, write_gguf
+from tiny_targets import empty_cache, hf_logits, prefill, random_tokens, save_directory, tiny_model, write_gguf
 
 GREEDY = dict(temperature=0.0)
 
