@@ -10,6 +10,7 @@ from typing import NamedTuple
 class RequestStats:
     """How a request went.
 
+    num_cached_tokens    tokens of the prompt whose rows were found in the KV cache
     steps                draft-and-verify cycles
     acceptance_length    tokens emitted per step (without the token of the prefill); 0 before the first step
     acceptance_by_depth  share of the steps whose accepted path reached depth 1, 2, ...
@@ -17,6 +18,7 @@ class RequestStats:
     time_per_phase       seconds in prefill and in draft, verify, sample, compact, or in graph where a step is captured whole, while this request ran; phases are shared by the sequences of a batch
     """
 
+    num_cached_tokens: int = 0
     steps: int = 0
     acceptance_length: float = 0.0
     acceptance_by_depth: list[float] = field(default_factory=list)

@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass, field
 
 from tokenizers.decoders import DecodeStream
+from torch import Tensor
 
 from eagle_engine.outputs import RequestOutput, RequestStats
 from eagle_engine.sampling_params import SamplingParams
@@ -21,8 +22,16 @@ class Request:
     prompt_ids  token ids of the prompt
     limit       most tokens of the answer: max_tokens, or what the longest sequence leaves
     seed        the one that all its draws are keyed with
-    pages       its pages of the KV cache while it runs
     held        its output is read from here, not from Engine.step
+
+    Of the scheduler:
+    arrival        place in the order of arrival
+    pages          its pages of the KV cache, none while it waits
+    sequence       the tokens whose rows are committed before it decodes: the prompt, and what it has emitted before it was preempted, but for the last token, which is the root
+    num_prefilled  rows of the sequence that are committed, those that were found in the cache among them
+    page_table     [1, max_pages] int32 on the device, for the prefill
+    device_ids     the sequence [n] int64 on the device
+    draft_rows     rows that are final in the drafter's cache, once it decodes; at least
     """
 
     request_id: int
@@ -33,12 +42,18 @@ class Request:
     limit: int
     tokenizer: Tokenizer | None
     eos_token_ids: frozenset[int]
-    pages: list[int] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     error: str | None = None
     held: bool = False
+    arrival: int = 0
+    pages: list[int] = field(default_factory=list)
+    sequence: list[int] = field(default_factory=list)
+    num_prefilled: int = 0
+    page_table: Tensor | None = None
+    device_ids: Tensor | None = None
+    draft_rows: int = 0
 
     def __post_init__(self) -> None:
         self._stream = DecodeStream(skip_special_tokens=self.params.skip_special_tokens)
@@ -47,6 +62,7 @@ class Request:
         self._streamed = 0
         self._num_received = 0
         self._num_streamed_tokens = 0
+        self._num_cached = 0
         self._steps = 0
         self._reached: list[int] = []
         self._started = self._ended = time.perf_counter()
@@ -57,9 +73,18 @@ class Request:
     def finished(self) -> bool:
         return self.finish_reason is not None
 
-    def start(self, phases: dict[str, float]) -> None:
-        self._started = time.perf_counter()
-        self._phases_before = dict(phases)
+    @property
+    def num_rows(self) -> int:
+        """Rows that the host knows to be committed while it decodes: all tokens but the root."""
+        return len(self.prompt_ids) + max(len(self.token_ids), 1) - 1
+
+    def admitted(self, phases: dict[str, float], num_found: int) -> None:
+        """It has pages, `num_found` rows of which were computed for others. A preempted request is admitted again, and goes on where it was."""
+        self._num_received = 0
+        if not self.token_ids:
+            self._started = time.perf_counter()
+            self._phases_before = dict(phases)
+            self._num_cached = num_found
 
     @property
     def stop_token_ids(self) -> frozenset[int]:
@@ -158,6 +183,7 @@ class Request:
         generated = len(self.token_ids)
         seconds = self._ended - self._started
         stats = RequestStats(
+            num_cached_tokens=self._num_cached,
             steps=self._steps,
             acceptance_length=(generated - 1) / self._steps if self._steps else 0.0,
             acceptance_by_depth=[count / self._steps for count in self._reached] if self._steps else [],

@@ -279,7 +279,7 @@ def test_requests_wait_for_pages_and_give_them_back():
     while engine.has_unfinished():
         for output in engine.step():
             outputs[output.request_id] = output.token_ids
-        most = max(most, len(engine._running))
+        most = max(most, len(engine.scheduler.running))
     assert [outputs[i] for i in ids] == expected
     assert most == 1 or most == 2  # 38 rows of 64 each: never four
     assert engine.pages.num_free == 16
