@@ -21,13 +21,15 @@ from eagle_engine.errors import EagleError
 from eagle_engine.graphs import CudaGraphs, GraphApi, StepGraphs, VerifyGraphs
 from eagle_engine.kv_cache import PagePool, make_kv_cache
 from eagle_engine.loading import DEMO, config_of, default_max_model_len, load_models, slack_rows
+from eagle_engine.logits_processing import make_processor
 from eagle_engine.observation import Observer
-from eagle_engine.outputs import RequestOutput, TextDelta
+from eagle_engine.outputs import CompletionOutput, RequestOutput, TextDelta
 from eagle_engine.prefill_attention import longest_chunk
 from eagle_engine.request import Request
 from eagle_engine.sampling_params import SamplingParams
 from eagle_engine.state import DecodeState
 from eagle_engine.step import Models, PhaseTimer, prefill, run_step
+from eagle_engine.structured_outputs import Grammars
 from eagle_engine.target import TargetModel
 from eagle_engine.tokenizer import Tokenizer
 from eagle_engine.tree_shape import PLAIN, on_device, tree_shape
@@ -96,6 +98,7 @@ class Engine:
         elif not config.enforce_eager and device.type == "cpu" and VerifyGraphs.can_record(target):
             self.models = self.models._replace(graphs=VerifyGraphs(target, self.models.captured_layers, self.state))
         self.timer = PhaseTimer()
+        self._grammars = Grammars(tokenizer, target.config.vocab_size, self.eos_token_ids)
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
         self._observer: Observer | None = None
@@ -194,8 +197,8 @@ class Engine:
                 requests.append(self._enqueue(prompt, param, held=True))
             except EagleError as error:
                 text, ids = (prompt, []) if isinstance(prompt, str) else (None, list(prompt))
-                requests.append(RequestOutput(self._next_request_id(), text, ids, "", [], "error", error=str(error)))
-        mine = [request for request in requests if isinstance(request, Request)]
+                requests.append(RequestOutput(self._next_request_id(), text, ids, [CompletionOutput(0, "", [], "error", error=str(error))]))
+        mine = [answer for request in requests if isinstance(request, Request) for answer in request.answers]
         with tqdm(total=len(mine), desc="generating", unit="prompt", disable=not progress, leave=False) as bar:
             try:
                 while not all(request.finished for request in mine):
@@ -203,7 +206,7 @@ class Engine:
                     bar.update(sum(request.finished for request in mine) - bar.n)
             finally:
                 for request in mine:
-                    if not request.finished:
+                    if not request.all_finished:
                         self.abort(request.request_id)
         return [request.output() if isinstance(request, Request) else request for request in requests]
 
@@ -217,15 +220,18 @@ class Engine:
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[TextDelta]:
         """The answer in pieces, as each step emits them; joined, their texts are the text of `generate`. Closing the iterator ends the request."""
-        request = self._enqueue(prompt, sampling_params or SamplingParams(), held=True)
+        sampling_params = sampling_params or SamplingParams()
+        if sampling_params.n > 1:
+            raise EagleError(f"n: a stream has one answer, got n {sampling_params.n}; use generate")
+        request = self._enqueue(prompt, sampling_params, held=True)
         try:
             while not request.finished:
                 self._advance()
-                text, tokens = request.delta()
+                delta = request.delta()
                 if request.finish_reason == "error":
                     raise EagleError(request.error)
-                if text or tokens or request.finished:
-                    yield TextDelta(text, tokens, request.finish_reason, request.output().stats if request.finished else None)
+                if delta.text or delta.token_ids or request.finished:
+                    yield delta
         finally:
             self.abort(request.request_id)
 
@@ -237,17 +243,15 @@ class Engine:
         return bool(self._waiting or self._running or self._undelivered)
 
     def abort(self, request_id: int) -> RequestOutput | None:
-        """End a request now and free its pages; its output so far, or None when it is not in the engine."""
-        for request in self._waiting:
-            if request.request_id == request_id:
+        """End a request now, all its answers, and free its pages; its output so far, or None when it is not in the engine."""
+        mine = [request for request in (*self._waiting, *self._running) if request.request_id == request_id]
+        for request in mine:
+            request.finish("abort")
+            if request in self._running:
+                self._retire(self._running.index(request))
+            else:
                 self._waiting.remove(request)
-                request.finish("abort")
-                return request.output()
-        for slot, request in enumerate(self._running):
-            if request.request_id == request_id:
-                request.finish("abort")
-                return self._retire(slot)
-        return None
+        return mine[0].output() if mine else None
 
     def step(self) -> list[RequestOutput]:
         """Admit waiting requests, advance every running one by one draft-and-verify cycle; the outputs of the caller's requests that have ended since the last call."""
@@ -263,7 +267,7 @@ class Engine:
         batch = len(self._running)
         if self._graphs is None:
             observe = None if self._observer is None else partial(self._observer, [request.request_id for request in self._running])
-            run_step(self.models, self.state, batch, self.timer, observe)
+            run_step(self.models, self.state, batch, self.timer, observe, [request.updated_processor() for request in self._running])
             self._deliver(self._running, self.state.output_ring[:batch])
         else:
             # What is read is the step before: the one that runs while a sequence turns out to have ended is thrown away.
@@ -282,7 +286,7 @@ class Engine:
                 request.receive(ring)
 
     def _enqueue(self, prompt: Prompt, sampling_params: SamplingParams, held: bool) -> Request:
-        """held: whoever queued the request keeps it and reads its output there, instead of from `step`."""
+        """The first of its answers. held: whoever queued the request keeps it and reads its output there, instead of from `step`."""
         text = prompt if isinstance(prompt, str) else None
         ids = self._need_tokenizer().encode(prompt) if isinstance(prompt, str) else list(prompt)
         if not ids:
@@ -300,11 +304,22 @@ class Engine:
         needed = self.pages.pages_for(len(ids) + limit + self._slack)
         if needed > self.pages.num_pages:
             raise EagleError(f"the request needs {needed} pages of the KV cache, which has {self.pages.num_pages}; ask for fewer tokens or raise num_pages")
+        self._check_steps_can(sampling_params)
         seed = secrets.randbits(63) if sampling_params.seed is None else sampling_params.seed
-        request = Request(self._next_request_id(), text, ids, sampling_params, seed, limit, self.tokenizer, self.eos_token_ids)
-        request.held = held
-        self._waiting.append(request)
-        return request
+        request_id, answers = self._next_request_id(), []
+        for index in range(sampling_params.n):
+            wrapped = (seed + index + 2**63) % 2**64 - 2**63
+            answers.append(Request(request_id, text, ids, sampling_params, wrapped, limit, self.tokenizer, self.eos_token_ids, held=held, index=index, answers=answers))
+            answers[-1].processor = make_processor(ids, sampling_params, vocab_size, answers[-1].stop_token_ids, self._grammars, self.tokenizer, self.models.target.device)
+        self._waiting.extend(answers)
+        return answers[0]
+
+    def _check_steps_can(self, params: SamplingParams) -> None:
+        asked = ", ".join((*params.changes_logits, *params.tells_logprobs))
+        if asked and self.models.rejection and self.models.shape.levels:
+            raise EagleError(f'{asked}: not with acceptance "rejection"; use "exact"')
+        if asked and self.captures_steps:
+            raise EagleError(f"{asked}: steps have to run from Python for that; set enforce_eager (--enforce-eager)")
 
     def _admit(self) -> None:
         """Prefill waiting requests, in order, as long as there are slots and pages for their longest course."""
@@ -323,7 +338,7 @@ class Engine:
             self.state.set_sampling(slot, request.params, request.seed)
             self.state.set_stop_tokens(slot, request.stop_token_ids)
             self._running.append(request)
-            prefill(self.models, self.state, slot, torch.tensor(request.prompt_ids, device=device), self._prefill_chunk, self.timer)
+            prefill(self.models, self.state, slot, torch.tensor(request.prompt_ids, device=device), self._prefill_chunk, self.timer, request.updated_processor())
             if self._graphs is None:
                 self._deliver([request], self.state.output_ring[slot : slot + 1])
                 self._retire_finished()
@@ -332,12 +347,11 @@ class Engine:
         # From the last slot down, since the last one moves into the gap of one that leaves.
         for slot in range(len(self._running) - 1, -1, -1):
             if self._running[slot].finished:
-                held = self._running[slot].held
-                output = self._retire(slot)
-                if not held:
-                    self._undelivered.append(output)
+                request = self._retire(slot)
+                if request.all_finished and not request.held:
+                    self._undelivered.append(request.output())
 
-    def _retire(self, slot: int) -> RequestOutput:
+    def _retire(self, slot: int) -> Request:
         """Take a request out of its slot; the last slot moves into the gap, so that the running ones stay together."""
         request, last = self._running[slot], len(self._running) - 1
         self.pages.give_back(request.pages)
@@ -347,7 +361,7 @@ class Engine:
         self._running.pop()
         self.state.clear(last)
         request.end(self.timer.seconds)
-        return request.output()
+        return request
 
     def _need_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
