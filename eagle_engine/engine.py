@@ -6,7 +6,7 @@ import secrets
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 
@@ -308,9 +308,11 @@ class Engine:
         seed = secrets.randbits(63) if sampling_params.seed is None else sampling_params.seed
         request_id, answers = self._next_request_id(), []
         for index in range(sampling_params.n):
+            params = sampling_params if index == 0 else replace(sampling_params, prompt_logprobs=None)  # the first answer has them for all
             wrapped = (seed + index + 2**63) % 2**64 - 2**63
-            answers.append(Request(request_id, text, ids, sampling_params, wrapped, limit, self.tokenizer, self.eos_token_ids, held=held, index=index, answers=answers))
-            answers[-1].processor = make_processor(ids, sampling_params, vocab_size, answers[-1].stop_token_ids, self._grammars, self.tokenizer, self.models.target.device)
+            answer = Request(request_id, text, ids, params, wrapped, limit, self.tokenizer, self.eos_token_ids, held=held, index=index, answers=answers)
+            answer.processor = make_processor(ids, params, vocab_size, answer.stop_token_ids, self._grammars, self.tokenizer, self.models.target.device)
+            answers.append(answer)
         self._waiting.extend(answers)
         return answers[0]
 

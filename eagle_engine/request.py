@@ -201,7 +201,8 @@ class Request:
 
     def output(self) -> RequestOutput:
         """Of the whole request."""
-        prompt_logprobs = None if self.params.prompt_logprobs is None else [None, *self.answers[0].processor.prompt_logprobs]
+        first = self.answers[0]
+        prompt_logprobs = None if first.params.prompt_logprobs is None else [None, *first.processor.prompt_logprobs]
         return RequestOutput(self.request_id, self.prompt, self.prompt_ids, [answer.completion() for answer in self.answers], prompt_logprobs)
 
 

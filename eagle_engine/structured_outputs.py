@@ -13,6 +13,8 @@ from eagle_engine.errors import EagleError
 from eagle_engine.sampling_params import StructuredOutputs
 from eagle_engine.tokenizer import Tokenizer
 
+MAX_COMPILED = 32  # grammars that are kept, those used last
+
 
 class Grammars:
     """Compiles grammars for one vocabulary; what it knows of the vocabulary is made with the first of them (about a second for 128k tokens).
@@ -25,6 +27,7 @@ class Grammars:
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._end_token_ids = sorted(token for token in eos_token_ids if token < vocab_size)
         self._vocabulary = None
+        self._compiled: dict[str, object] = {}  # grammar -> its matcher at the beginning, the one used last at the end
 
     def compile(self, wanted: StructuredOutputs) -> GrammarState:
         """The grammar at its beginning. EagleError says what is wrong with it."""
@@ -35,9 +38,12 @@ class Grammars:
         if self._vocabulary is None:
             self._vocabulary = self._describe_vocabulary()
         name, grammar = _grammar(wanted)
-        matcher = llguidance.LLMatcher(self._vocabulary, grammar)
+        matcher = self._compiled.pop(grammar, None) or llguidance.LLMatcher(self._vocabulary, grammar)
         if matcher.is_error():
-            raise EagleError(f"structured_outputs: {name}: {_first_line(matcher.get_error())}")
+            raise EagleError(f"structured_outputs: {name}: {_one_line(matcher.get_error())}")
+        self._compiled[grammar] = matcher
+        if len(self._compiled) > MAX_COMPILED:
+            del self._compiled[next(iter(self._compiled))]
         return GrammarState(matcher, self._vocab_size, self._end_token_ids)
 
     def _describe_vocabulary(self):
@@ -83,7 +89,7 @@ class GrammarState:
             if token in self._end_token_ids:
                 continue  # nothing follows it
             if self.failure is None and self._matcher.try_consume_tokens([token]) != 1:
-                self.failure = _first_line(self._matcher.get_error()) or f"it does not take token {token}"
+                self.failure = _one_line(self._matcher.get_error()) or f"it does not take token {token}"
             self._taken.append(token)
 
     def is_complete(self) -> bool:
@@ -107,11 +113,17 @@ class GrammarState:
             words[node] = self._allowed_words()
             for child in children[node]:
                 token = tokens[child]
-                if token < 0 or token in self._end_token_ids or self._matcher.try_consume_tokens([token]) != 1:
+                if token < 0 or token in self._end_token_ids:
                     continue
-                walk(child)
-                if not self._matcher.rollback(1):
-                    self._rebuild(tokens, parent, node)
+                if self._matcher.try_consume_tokens([token]) == 1:
+                    walk(child)
+                    if self._matcher.rollback(1):
+                        continue
+                elif not self._matcher.is_error():
+                    continue
+                else:
+                    words[child] = 0
+                self._rebuild(tokens, parent, node)
 
         walk(0)
         return unpack_words(words, self._vocab_size)
@@ -203,8 +215,8 @@ def _grammar(wanted: StructuredOutputs) -> tuple[str, str]:
     try:
         return "grammar", llguidance.grammar_from("grammar", wanted.grammar)
     except ValueError as error:
-        raise EagleError(f"structured_outputs: grammar: {_first_line(str(error))}") from error
+        raise EagleError(f"structured_outputs: grammar: {_one_line(str(error))}") from error
 
 
-def _first_line(message: str) -> str:
+def _one_line(message: str) -> str:
     return " ".join(message.split("<state>")[0].split())
