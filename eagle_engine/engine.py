@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 
@@ -20,15 +20,17 @@ from eagle_engine.errors import EagleError
 from eagle_engine.graphs import CudaGraphs, GraphApi, StepGraphs, VerifyGraphs
 from eagle_engine.kv_cache import PagePool, make_kv_cache
 from eagle_engine.loading import DEMO, config_of, default_max_model_len, load_models, slack_rows
+from eagle_engine.logits_processing import make_processor
 from eagle_engine.observation import Observer
-from eagle_engine.outputs import RequestOutput, TextDelta
+from eagle_engine.outputs import CompletionOutput, RequestOutput, TextDelta
 from eagle_engine.prefill_attention import longest_chunk
 from eagle_engine.prefill import draw_first, prefill_piece
 from eagle_engine.request import Request
 from eagle_engine.sampling_params import SamplingParams
 from eagle_engine.scheduler import Scheduler
 from eagle_engine.state import DecodeState
-from eagle_engine.step import Models, PhaseTimer, catch_up, run_step
+from eagle_engine.step import Models, PhaseTimer, run_step
+from eagle_engine.structured_outputs import Grammars
 from eagle_engine.target import TargetModel
 from eagle_engine.tokenizer import Tokenizer
 from eagle_engine.tree_shape import PLAIN, on_device, tree_shape
@@ -99,6 +101,7 @@ class Engine:
                     self.state.clear(slot)
         elif not config.enforce_eager and device.type == "cpu" and VerifyGraphs.can_record(target):
             self.models = self.models._replace(graphs=VerifyGraphs(target, self.models.captured_layers, self.state))
+        self._grammars = Grammars(tokenizer, target.config.vocab_size, self.eos_token_ids)
         self._observer: Observer | None = None
         self._undelivered: list[RequestOutput] = []
         self._next_id = 0
@@ -195,8 +198,8 @@ class Engine:
                 requests.append(self._enqueue(prompt, param, held=True))
             except EagleError as error:
                 text, ids = (prompt, []) if isinstance(prompt, str) else (None, list(prompt))
-                requests.append(RequestOutput(self._next_request_id(), text, ids, "", [], "error", error=str(error)))
-        mine = [request for request in requests if isinstance(request, Request)]
+                requests.append(RequestOutput(self._next_request_id(), text, ids, [CompletionOutput(0, "", [], "error", error=str(error))]))
+        mine = [answer for request in requests if isinstance(request, Request) for answer in request.answers]
         with tqdm(total=len(mine), desc="generating", unit="prompt", disable=not progress, leave=False) as bar:
             try:
                 while not all(request.finished for request in mine):
@@ -204,7 +207,7 @@ class Engine:
                     bar.update(sum(request.finished for request in mine) - bar.n)
             finally:
                 for request in mine:
-                    if not request.finished:
+                    if not request.all_finished:
                         self.abort(request.request_id)
         return [request.output() if isinstance(request, Request) else request for request in requests]
 
@@ -218,15 +221,18 @@ class Engine:
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[TextDelta]:
         """The answer in pieces, as each step emits them; joined, their texts are the text of `generate`. Closing the iterator ends the request."""
-        request = self._enqueue(prompt, sampling_params or SamplingParams(), held=True)
+        sampling_params = sampling_params or SamplingParams()
+        if sampling_params.n > 1:
+            raise EagleError(f"n: a stream has one answer, got n {sampling_params.n}; use generate")
+        request = self._enqueue(prompt, sampling_params, held=True)
         try:
             while not request.finished:
                 self._advance()
-                text, tokens = request.delta()
+                delta = request.delta()
                 if request.finish_reason == "error":
                     raise EagleError(request.error)
-                if text or tokens or request.finished:
-                    yield TextDelta(text, tokens, request.finish_reason, request.output().stats if request.finished else None)
+                if delta.text or delta.token_ids or request.finished:
+                    yield delta
         finally:
             self.abort(request.request_id)
 
@@ -238,13 +244,12 @@ class Engine:
         return bool(self._undelivered) or not self.scheduler.is_empty
 
     def abort(self, request_id: int) -> RequestOutput | None:
-        """End a request now and free its pages; its output so far, or None when it is not in the engine."""
-        request = self.scheduler.find(request_id)
-        if request is None:
-            return None
-        request.finish("abort")
-        self.scheduler.retire(request)
-        return request.output()
+        """End a request now, all its answers, and free its pages; its output so far, or None when it is not in the engine."""
+        mine = self.scheduler.find(request_id)
+        for request in mine:
+            request.finish("abort")
+            self.scheduler.retire(request)
+        return mine[0].output() if mine else None
 
     def step(self) -> list[RequestOutput]:
         """Admit waiting requests, prefill a piece of those that are new, advance every one that decodes by one draft-and-verify cycle; the outputs of the caller's requests that have ended since the last call."""
@@ -255,20 +260,22 @@ class Engine:
     @torch.inference_mode()
     def _advance(self) -> None:
         scheduler = self.scheduler
-        scheduler.admit()
         started = scheduler.prefill()
-        if self._graphs is None and started:
-            # First tokens: an answer may end with its first.
-            self._deliver(list(scheduler.running), self.state.output_ring[: len(scheduler.running)])
+        # A request with a processor has to know its last token before the next is drawn, and the host has a part in drawing it: such steps run from Python, on CUDA too.
+        eager = self._graphs is None or any(request.processor is not None for request in scheduler.running)
+        if eager:
+            self._settle()
+            if started:
+                self._deliver(list(scheduler.running), self.state.output_ring[: len(scheduler.running)])  # an answer may end with its first token
         scheduler.make_room(self._settle)
         running = list(scheduler.running)
         if not running:
             return
         for request in running:
             request.draft_rows = request.num_rows  # the draft of this step feeds the drafter what was committed before it
-        if self._graphs is None:
+        if eager:
             observe = None if self._observer is None else partial(self._observer, [request.request_id for request in running])
-            run_step(self.models, self.state, len(running), self.timer, observe)
+            run_step(self.models, self.state, len(running), self.timer, observe, [request.updated_processor() for request in running])
             self._deliver(running, self.state.output_ring[: len(running)])
         else:
             # What is read is the step before: the one that runs while a sequence turns out to have ended is thrown away.
@@ -289,17 +296,14 @@ class Engine:
         for request, ring in zip(running, rings.tolist()):
             if request.finished or not request.pages:
                 continue  # it ended, or was preempted, while the step was on its way
-            is_first = not request.token_ids
             request.receive(ring)
             if request.finished:
                 self.scheduler.retire(request)
-                if not request.held:
+                if request.all_finished and not request.held:
                     self._undelivered.append(request.output())
-            elif is_first:
-                self.scheduler.register(request)
 
     def _enqueue(self, prompt: Prompt, sampling_params: SamplingParams, held: bool) -> Request:
-        """held: whoever queued the request keeps it and reads its output there, instead of from `step`."""
+        """The first of its answers. held: whoever queued the request keeps it and reads its output there, instead of from `step`."""
         text = prompt if isinstance(prompt, str) else None
         ids = self._need_tokenizer().encode(prompt) if isinstance(prompt, str) else list(prompt)
         if not ids:
@@ -317,11 +321,23 @@ class Engine:
         needed = self.pages.pages_for(len(ids) + limit + self._step_rows)
         if needed > self.pages.num_pages:
             raise EagleError(f"the request needs {needed} pages of the KV cache, which has {self.pages.num_pages}; ask for fewer tokens or raise num_pages")
+        self._check_steps_can(sampling_params)
         seed = secrets.randbits(63) if sampling_params.seed is None else sampling_params.seed
-        request = Request(self._next_request_id(), text, ids, sampling_params, seed, limit, self.tokenizer, self.eos_token_ids)
-        request.held = held
-        self.scheduler.add(request)
-        return request
+        request_id, answers = self._next_request_id(), []
+        for index in range(sampling_params.n):
+            params = sampling_params if index == 0 else replace(sampling_params, prompt_logprobs=None)  # the first answer has them for all
+            wrapped = (seed + index + 2**63) % 2**64 - 2**63
+            answer = Request(request_id, text, ids, params, wrapped, limit, self.tokenizer, self.eos_token_ids, held=held, index=index, answers=answers)
+            answer.processor = make_processor(ids, params, vocab_size, answer.stop_token_ids, self._grammars, self.tokenizer, self.models.target.device)
+            answers.append(answer)
+        for answer in answers:
+            self.scheduler.add(answer)
+        return answers[0]
+
+    def _check_steps_can(self, params: SamplingParams) -> None:
+        asked = ", ".join((*params.changes_logits, *params.tells_logprobs))
+        if asked and self.models.rejection and self.models.shape.levels:
+            raise EagleError(f'{asked}: not with acceptance "rejection"; use "exact"')
 
     def _need_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:

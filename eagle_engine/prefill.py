@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from eagle_engine.logits_processing import LogitsProcessor
 from eagle_engine.state import DecodeState
 from eagle_engine.step import Models
 from eagle_kernels import sample
@@ -23,7 +24,7 @@ class PrefilledRow(NamedTuple):
     states: Tensor
 
 
-def prefill_piece(models: Models, state: DecodeState, page_table: Tensor, token_ids: Tensor, start: int, stop: int) -> PrefilledRow:
+def prefill_piece(models: Models, state: DecodeState, page_table: Tensor, token_ids: Tensor, start: int, stop: int, processor: LogitsProcessor | None = None) -> PrefilledRow:
     """Commit rows start..stop - 1 of a sequence, those before it being committed already.
 
     page_table  [1, max_pages] int32, with pages for all of them
@@ -35,6 +36,8 @@ def prefill_piece(models: Models, state: DecodeState, page_table: Tensor, token_
     position_ids = torch.arange(start, stop, device=device)[None]
     seq_lens = torch.full((1,), start, dtype=torch.int32, device=device)
     features, states = target.forward_with_states(models.captured_layers, token_ids[None, start:stop], position_ids, state.target_cache, seq_lens, page_table)
+    if processor is not None:
+        processor.record_prompt(target.logits, features[0], start)
     following = token_ids[None, start + 1 : stop + 1].clone()  # aligned, as kernels are compiled for it
     pairs = following.shape[1]
     if state.draft_cache is not None and pairs > 0:
@@ -42,10 +45,16 @@ def prefill_piece(models: Models, state: DecodeState, page_table: Tensor, token_
     return PrefilledRow(features[:, -1], states[0, -1])
 
 
-def draw_first(models: Models, state: DecodeState, slot: int, row: PrefilledRow, length: int) -> Tensor:
+def draw_first(models: Models, state: DecodeState, slot: int, row: PrefilledRow, length: int, processor: LogitsProcessor | None = None) -> Tensor:
     """The first token of an answer [1] int64 after a prompt of `length` tokens, by the sampling parameters of the slot."""
+    logits = models.target.logits(row.feature)
     params = {name: values.clone() for name, values in state.slot_sampling(slot).items()}
-    return sample(models.target.logits(row.feature), **params, positions=torch.full((1,), length, device=row.feature.device), order=models.filter_order)
+    if processor is not None:
+        params |= processor.sample_arguments([-1], [-1])
+    first = sample(logits, **params, positions=torch.full((1,), length, device=logits.device), order=models.filter_order)
+    if processor is not None:
+        processor.record(logits, first.tolist())
+    return first
 
 
 def begin(state: DecodeState, slot: int, row: PrefilledRow, root_token: Tensor, length: int, num_emitted: int) -> None:

@@ -18,7 +18,7 @@ IDLE_CHUNKS = 16  # pieces of prompts per step while nobody decodes
 
 
 class Scheduler:
-    """Requests in order of arrival, through three stages: waiting -> prefilling -> running, and back to waiting when pages run out (the latest first: preemption by recompute).
+    """Requests in order of arrival, through three stages: waiting -> prefilling (one at a time) -> running, and back to waiting when pages run out (the latest first: preemption by recompute).
 
     Running requests are the first slots of the state, in no particular order; the others have none. Before a step every running request holds pages for all rows that the step may write.
 
@@ -31,7 +31,7 @@ class Scheduler:
         self.chunk = chunk
         self.num_preemptions = 0
         self.waiting: deque[Request] = deque()
-        self.prefilling: list[Request] = []
+        self.prefilling: Request | None = None
         self.running: list[Request] = []
         self._step_rows, self._max_requests, self._reuse = step_rows, config.max_batch_size, config.enable_prefix_caching
         self._num_arrived = 0
@@ -39,47 +39,28 @@ class Scheduler:
 
     @property
     def is_empty(self) -> bool:
-        return not (self.waiting or self.prefilling or self.running)
+        return not self.waiting and self.prefilling is None and not self.running
 
     def add(self, request: Request) -> None:
         request.arrival = self._num_arrived
         self._num_arrived += 1
         self.waiting.append(request)
 
-    def find(self, request_id: int) -> Request | None:
-        return next((request for stage in (self.waiting, self.prefilling, self.running) for request in stage if request.request_id == request_id), None)
-
-    def admit(self) -> None:
-        """Give waiting requests, in order, the pages of their prompts, as long as there are slots and pages."""
-        while self.waiting and len(self.prefilling) + len(self.running) < self._max_requests:
-            request = self.waiting[0]
-            request.sequence = request.prompt_ids + request.token_ids[:-1]
-            found = self.pages.find(request.sequence) if self._reuse else []
-            needed = self.pages.pages_for(len(request.sequence) + self._step_rows) - len(found)
-            # The others will need pages for what they are going to write; without others there is always room, or the request would have been refused.
-            if needed + len(self.running) + len(self.prefilling) > self.pages.num_free and (self.running or self.prefilling):
-                self.pages.give_back(found)
-                break
-            self.waiting.popleft()
-            request.pages = found + self.pages.take(needed)
-            request.num_prefilled = len(found) * self.pages.page_size
-            request.admitted(self.timer.seconds, request.num_prefilled)
-            request.page_table = torch.full((1, self.state.page_table.shape[1]), self.pages.num_pages, dtype=torch.int32, device=self._device)
-            request.page_table[0, : len(request.pages)] = torch.tensor(request.pages, dtype=torch.int32, device=self._device)
-            request.device_ids = torch.tensor(request.sequence, device=self._device)
-            self.prefilling.append(request)
+    def find(self, request_id: int) -> list[Request]:
+        """The answers to a request that have not ended."""
+        return [request for stage in (self.waiting, [self.prefilling] if self.prefilling is not None else [], self.running) for request in stage if request.request_id == request_id]
 
     def prefill(self) -> list[Request]:
-        """Run pieces of prompts, in order of arrival: one while others decode, which would wait, else several. The requests that decode from now on."""
+        """Admit waiting requests and run pieces of their prompts, one request after the other: one piece while others decode, which would wait, else several. The requests that decode from now on."""
         started: list[Request] = []
         budget = self.chunk * (1 if self.running else IDLE_CHUNKS)
-        while self.prefilling and budget > 0:
-            request = self.prefilling[0]
+        while budget > 0 and (self.prefilling is not None or self._admit()):
+            request = self.prefilling
             self.timer.start()
             start = request.num_prefilled
             stop = min(start + self.chunk, len(request.sequence), start + budget)
             budget -= stop - start
-            row = prefill_piece(self.models, self.state, request.page_table, request.device_ids, start, stop)
+            row = prefill_piece(self.models, self.state, request.page_table, request.device_ids, start, stop, request.processor)
             request.num_prefilled = stop
             if stop == len(request.sequence):
                 self._start_decoding(request, row)
@@ -87,18 +68,42 @@ class Scheduler:
             self.timer.lap("prefill")
         return started
 
+    def _admit(self) -> bool:
+        """Give the first waiting request the pages of its prompt, if there are a slot and as many pages."""
+        if not self.waiting or len(self.running) == self._max_requests:
+            return False
+        request = self.waiting[0]
+        sequence = request.prompt_ids + request.token_ids[:-1]
+        # Rows that are found have no logits, which prompt_logprobs needs of all.
+        found = self.pages.find(sequence) if self._reuse and request.params.prompt_logprobs is None else []
+        needed = self.pages.pages_for(len(sequence) + self._step_rows) - len(found)
+        # Those that run will need pages for what they are going to write; without others there is always room, or the request would have been refused.
+        if self.running and needed + len(self.running) > self.pages.num_free:
+            self.pages.give_back(found)
+            return False
+        self.waiting.popleft()
+        request.sequence, request.pages = sequence, found + self.pages.take(needed)
+        request.num_prefilled = len(found) * self.pages.page_size
+        request.admitted(self.timer.seconds, request.num_prefilled)
+        request.page_table = torch.full((1, self.state.page_table.shape[1]), self.pages.num_pages, dtype=torch.int32, device=self._device)
+        request.page_table[0, : len(request.pages)] = torch.tensor(request.pages, dtype=torch.int32, device=self._device)
+        request.device_ids = torch.tensor(sequence, device=self._device)
+        self.prefilling = request
+        return True
+
     def _start_decoding(self, request: Request, row: PrefilledRow) -> None:
         slot, state, length = len(self.running), self.state, len(request.sequence)
-        self.prefilling.remove(request)
+        self.prefilling = None
         self.running.append(request)
         state.page_table[slot] = request.page_table[0]
         state.set_sampling(slot, request.params, request.seed)
         state.set_stop_tokens(slot, request.stop_token_ids)
         resumed = bool(request.token_ids)
         # Drawn anew, the last token would be the same; it is known.
-        root = torch.tensor(request.token_ids[-1:], device=self._device) if resumed else draw_first(self.models, state, slot, row, length)
+        root = torch.tensor(request.token_ids[-1:], device=self._device) if resumed else draw_first(self.models, state, slot, row, length, request.updated_processor())
         begin(state, slot, row, root, length, num_emitted=0 if resumed else 1)
         request.draft_rows = length - 1
+        self._register(request)
 
     def make_room(self, settle: Callable[[], None] | None = None) -> None:
         """Pages for the next step of every running request, the oldest first; the latest requests are preempted for them.
@@ -117,7 +122,7 @@ class Scheduler:
                     settle()
                     settle = None
                     continue
-                self.preempt(max(self.prefilling + self.running, key=_arrival))
+                self.preempt(self.prefilling or max(self.running, key=_arrival))
 
     def _grow(self, request: Request, count: int) -> None:
         slot, held = self.running.index(request), len(request.pages)
@@ -138,23 +143,23 @@ class Scheduler:
             self._leave(request)
         request.end(self.timer.seconds)
 
-    def register(self, request: Request) -> None:
+    def _register(self, request: Request) -> None:
         """Let others find the pages of a request whose rows are final."""
-        if not self._reuse or request.finish_reason == "error":
+        if not self._reuse:
             return
         drafts = self.state.draft_cache is not None
-        if request in self.prefilling:
+        if request is self.prefilling:
             rows = request.num_prefilled - (1 if drafts else 0)  # the drafter's pair of the last row may wait for its token
         else:
             rows = request.draft_rows if drafts else request.num_rows
         self.pages.register(request.prompt_ids + request.token_ids, request.pages, rows)
 
     def _leave(self, request: Request) -> None:
-        self.register(request)
+        self._register(request)
         self.pages.give_back(request.pages)
         request.pages = []
-        if request in self.prefilling:
-            self.prefilling.remove(request)
+        if request is self.prefilling:
+            self.prefilling = None
             return
         # The last slot moves into the gap, so that the running ones stay together.
         slot, last = self.running.index(request), len(self.running) - 1

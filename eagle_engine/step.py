@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from eagle_engine.drafter import Drafter
 from eagle_engine.graphs import VerifyGraphs, forward_tree
+from eagle_engine.logits_processing import LogitsProcessor, record_logprobs, sample_tree
 from eagle_engine.observation import ObservedTree, observed_trees
 from eagle_engine.state import DecodeState
 from eagle_engine.target import TargetModel
@@ -57,11 +58,14 @@ class Models(NamedTuple):
         return () if self.drafter is None else self.drafter.captured_layers
 
 
-def run_step(models: Models, state: DecodeState, batch: int, timer: PhaseTimer, observe: Callable[[list[ObservedTree]], None] | None = None) -> Accepted:
+def run_step(
+    models: Models, state: DecodeState, batch: int, timer: PhaseTimer, observe: Callable[[list[ObservedTree]], None] | None = None, processors: Sequence[LogitsProcessor | None] = ()
+) -> Accepted:
     """Advance the first `batch` slots by one draft-and-verify cycle.
 
     Afterwards output_ring and pending_tokens hold the emitted tokens of each sequence and num_pending their number; a token -1 says that the target's logits at that place are not
-    usable (NaN, or nothing above -inf). A sequence that emits one of its stop tokens becomes inactive. `observe` is given the step's trees at its end, on the host: eager steps only.
+    usable (NaN, or nothing above -inf). A sequence that emits one of its stop tokens becomes inactive. `observe` is given the step's trees at its end, on the host; `processors`, one for each slot or
+    none at all, change the logits of their slots: eager steps only, both.
     """
     timer.start()
     if models.shape.levels:
@@ -72,7 +76,7 @@ def run_step(models: Models, state: DecodeState, batch: int, timer: PhaseTimer, 
     timer.lap("draft")
     states, logits = verify(models, state, batch, tree)
     timer.lap("verify")
-    accepted, sampled = choose(models, state, batch, tree, logits, draft_probs)
+    accepted, sampled = choose(models, state, batch, tree, logits, draft_probs, processors)
     timer.lap("sample")
     commit(models, state, batch, tree, accepted, states)
     timer.lap("compact")
@@ -167,11 +171,13 @@ def verify(models: Models, state: DecodeState, batch: int, tree: Tree) -> tuple[
     return forward_tree(models.target, models.captured_layers, state, batch, tree.tokens, tree.position_ids, tree.packed_ancestor_mask)
 
 
-def choose(models: Models, state: DecodeState, batch: int, tree: Tree, logits: Tensor, draft_probs: list[Tensor] | None) -> tuple[Accepted, Tensor | None]:
+def choose(
+    models: Models, state: DecodeState, batch: int, tree: Tree, logits: Tensor, draft_probs: list[Tensor] | None, processors: Sequence[LogitsProcessor | None] = ()
+) -> tuple[Accepted, Tensor | None]:
     """Draw the target's tokens and walk down the tree along them; the tokens [B, N] int64 with it, None with rejection sampling, which does not draw one per node."""
     shape, params = models.shape, state.sampling(batch, models.shape.num_nodes)
-    seeds = params.pop("seeds")
     if models.rejection and shape.levels:
+        params.pop("seeds")
         target_probs = filter_probs(logits, **params, order=models.filter_order).view(batch, shape.num_nodes, -1)
         all_draft_probs = torch.zeros_like(target_probs)
         for nodes, probs in zip(shape.frontier_nodes, draft_probs):
@@ -184,8 +190,10 @@ def choose(models: Models, state: DecodeState, batch: int, tree: Tree, logits: T
         accepted = accept_rejection(tree.tokens, tree.parent, target_probs, all_draft_probs, state.seeds[:batch, 0].contiguous(), positions, state.active[:batch], state.max_depth)
         append_output(state, batch, tree, accepted)
         return accepted, None
-    sampled = sample(logits, **params, seeds=seeds, positions=(tree.position_ids + 1).view(-1), order=models.filter_order).view(batch, -1)
-    return accept(tree.tokens, tree.parent, sampled, state.active[:batch], state.max_depth, stop_token_ids=state.stop_token_ids[:batch], output_ring=state.output_ring[:batch]), sampled
+    sampled = sample_tree(logits, tree, params, models.filter_order, processors)
+    accepted = accept(tree.tokens, tree.parent, sampled, state.active[:batch], state.max_depth, stop_token_ids=state.stop_token_ids[:batch], output_ring=state.output_ring[:batch])
+    record_logprobs(logits, tree, accepted, processors)
+    return accepted, sampled
 
 
 def append_output(state: DecodeState, batch: int, tree: Tree, accepted: Accepted) -> None:

@@ -164,9 +164,8 @@ def make_engine(target: TargetModel, drafter, tokenizer=None, *, eos: tuple[int,
 @torch.inference_mode()
 def begin_requests(engine: Engine) -> None:
     """Prefill what has been added, up to where the next step would run, and take pages for as many steps as a test may run by itself."""
-    engine.scheduler.admit()
-    while engine.scheduler.prefilling:
-        engine.scheduler.prefill()
+    while engine.scheduler.prefill() or engine.scheduler.prefilling is not None:
+        pass
     if not engine.captures_steps:
         engine._deliver(list(engine.scheduler.running), engine.state.output_ring[: len(engine.scheduler.running)])
     for request in engine.scheduler.running:
