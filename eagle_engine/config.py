@@ -33,7 +33,9 @@ class EagleConfig:
     max_batch_size  most sequences per step; further requests wait
     page_size       rows of a page of the KV cache
     num_pages       pages of the pool; None: enough for max_batch_size sequences of max_model_len
-    prefill_chunk   prompt tokens per forward, at most 256
+    prefill_chunk   prompt tokens per forward, at most 256; while others decode, a step runs one such piece of the prompts that have come in
+    enable_prefix_caching  keep the pages of sequences that have ended until the room is needed, for prompts that begin with the same tokens; the drafter's rows with them, so that nothing changes but
+                    the time
     enforce_eager   run every op from Python instead of replaying a recording (CPU: of the verify forward) or a captured graph (CUDA: of the whole step); the same bits, slower
     deterministic   CUDA: row-invariant kernels, with which the text is that of plain decoding bit for bit; the fastest kernels may round differently for other numbers of rows. On the
                     CPU always so
@@ -51,6 +53,7 @@ class EagleConfig:
     page_size: int = 16
     num_pages: int | None = None
     prefill_chunk: int = 256
+    enable_prefix_caching: bool = True
     enforce_eager: bool = False
     deterministic: bool = False
 

@@ -11,7 +11,6 @@ from eagle_engine import drafter_layer
 from eagle_engine.drafter_checkpoint import RANKING_FILE, read_drafter, read_token_ids, target_ids
 from eagle_engine.drafter_config import DrafterConfig, misfits
 from eagle_engine.errors import EagleError
-from eagle_engine.prefill_attention import MAX_TREE_QUERIES, prefill_attention
 from eagle_engine.rope import rope_table
 from eagle_engine.target import TargetModel
 from eagle_kernels import HeadTopK, PackedWeight, embedding, head_topk, linear, pack_weight, rms_norm, rope_store_kv, silu_mul, tree_attention, unpack_weight
@@ -22,16 +21,17 @@ class Drafter:
 
     captured_layers  layers of the target whose inputs it takes, EAGLE-3; (): the target's feature, EAGLE-1/2
     draft_to_target  [draft vocabulary] int64, target id of each draft id; None: the whole vocabulary
+    window           tokens that its attention reaches back; 0: all of them
     """
 
-    def __init__(self, config: DrafterConfig, tensors: dict[str, Tensor], target: TargetModel, *, max_positions: int, draft_vocab: Tensor | None = None) -> None:
+    def __init__(self, config: DrafterConfig, tensors: dict[str, Tensor], target: TargetModel, *, max_positions: int, draft_vocab: Tensor | None = None, window: int = 0) -> None:
         """tensors: as read_drafter returns them; draft_vocab [n] int64: target ids, for a head over a part of the vocabulary where the drafter has none of its own."""
         reasons = misfits(config, target.config)
         if reasons:
             raise EagleError(f"drafter of another target: {'; '.join(reasons)}")
         if draft_vocab is not None:
             _check_has_no_vocab(config)
-        self.config = config
+        self.config, self.window = config, window
         self.captured_layers = config.captured_layers(target.config.num_layers)
         dtype, device, layout = target.dtype, target.device, target.embedding.layout
         # Weights that are multiplied with the same rows are packed as one.
@@ -61,10 +61,13 @@ class Drafter:
         self.num_bytes = sum(data.nbytes for data in own)  # of the weights that are not the target's
 
     @classmethod
-    def from_directory(cls, path: Path, target: TargetModel, *, max_positions: int, draft_vocab: int | str | Path | None = None, layer_ids: str | None = None) -> Drafter:
+    def from_directory(
+        cls, path: Path, target: TargetModel, *, max_positions: int, draft_vocab: int | str | Path | None = None, layer_ids: str | None = None, window: int = 0
+    ) -> Drafter:
         """Load a drafter in a published format, strictly.
 
         draft_vocab  None: the whole vocabulary, or the drafter's own; a number: so many of the most frequent tokens, as ranked in the drafter's token_ranking.npy; a path: a file of ids
+        window       tokens that its attention reaches back; 0: all of them
         layer_ids    "input" or "output": what ids of captured layers count, for an EAGLE-3 drafter that lists some and does not say
         """
         config, tensors = read_drafter(path, layer_ids)
@@ -77,7 +80,7 @@ class Drafter:
                 if not ranking.is_file():
                     raise EagleError(f"draft vocabulary: {ranking} does not exist; give a file of token ids, most frequent first, or no draft vocabulary")
                 ids = read_token_ids(ranking, config.layer.vocab_size, count)
-            return cls(config, tensors, target, max_positions=max_positions, draft_vocab=ids)
+            return cls(config, tensors, target, max_positions=max_positions, draft_vocab=ids, window=window)
         except EagleError as error:
             raise EagleError(str(error) if str(path) in str(error) else f"{path}: {error}") from error
 
@@ -123,14 +126,14 @@ class Drafter:
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             rope_store_kv(q, k, v, position_ids, self.rope_table, cache, page_table, seq_lens, row_offset)
-            out = torch.empty_like(q, memory_format=torch.contiguous_format)
-            if q.shape[1] > MAX_TREE_QUERIES:
-                prefill_attention(q, cache, page_table, int(seq_lens[0]), out=out)
-            else:
-                tree_attention(q, cache, page_table, seq_lens, packed_ancestor_mask, out=out)
-            return out.flatten(-2)
+            return tree_attention(q, cache, page_table, seq_lens, packed_ancestor_mask, window=self.window, out=torch.empty_like(q, memory_format=torch.contiguous_format)).flatten(-2)
 
         return drafter_layer.draft_layer(self, self.config, embedding(token_ids, self.embedding), features, attend)
+
+    def store(self, token_ids: Tensor, features: Tensor, position_ids: Tensor, cache: Tensor, seq_lens: Tensor, page_table: Tensor) -> None:
+        """What `forward` leaves in the cache, without the features that it predicts: for pairs after which nothing is drafted. Arguments as there; any number of pairs."""
+        x, _ = drafter_layer.layer_input(self, self.config, embedding(token_ids, self.embedding), features)
+        rope_store_kv(*drafter_layer.queries_keys_values(self, self.config, x), position_ids, self.rope_table, cache, page_table, seq_lens)
 
     def logits(self, features: Tensor) -> Tensor:
         """features [..., H] activations -> [..., draft vocabulary] fp32."""

@@ -54,20 +54,28 @@ def draft_layer(ops: DrafterOps, config: DrafterConfig, embedded: Tensor, featur
     both        hidden + attention, then + mlp(norm(hidden));   EAGLE-3 with norm_output: its final norm
     """
     prefix = config.prefix
-    if config.version == 1:
-        residual = ops.linear(torch.cat((embedded, features), dim=-1), "fc")
-        x = residual
-    else:
-        normed = ops.rms_norm(features, prefix + "hidden_norm")
-        x = torch.cat((ops.rms_norm(embedded, prefix + "input_layernorm"), normed), dim=-1)
-        residual = normed if config.norm_before_residual else features
-    c = config.layer
-    qkv = ops.linear(x, *(f"{prefix}self_attn.{name}_proj" for name in "qkv")).unflatten(-1, (-1, c.head_dim))
-    q, k, v = qkv.split((c.num_heads, c.num_kv_heads, c.num_kv_heads), dim=-2)
-    hidden, x = ops.add_rms_norm(ops.linear(attend(q, k, v), prefix + "self_attn.o_proj"), prefix + "post_attention_layernorm", residual)
+    x, residual = layer_input(ops, config, embedded, features)
+    hidden, x = ops.add_rms_norm(ops.linear(attend(*queries_keys_values(ops, config, x)), prefix + "self_attn.o_proj"), prefix + "post_attention_layernorm", residual)
     gate_up = ops.linear(x, prefix + "mlp.gate_proj", prefix + "mlp.up_proj")
     hidden = hidden + ops.linear(ops.silu_mul(gate_up), prefix + "mlp.down_proj")
     return ops.rms_norm(hidden, "norm") if config.norm_output else hidden
+
+
+def layer_input(ops: DrafterOps, config: DrafterConfig, embedded: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
+    """What attention takes, and the residual."""
+    if config.version == 1:
+        x = ops.linear(torch.cat((embedded, features), dim=-1), "fc")
+        return x, x
+    normed = ops.rms_norm(features, config.prefix + "hidden_norm")
+    x = torch.cat((ops.rms_norm(embedded, config.prefix + "input_layernorm"), normed), dim=-1)
+    return x, normed if config.norm_before_residual else features
+
+
+def queries_keys_values(ops: DrafterOps, config: DrafterConfig, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """q [..., heads, head_dim], k and v [..., kv_heads, head_dim], before rotary embedding."""
+    c = config.layer
+    qkv = ops.linear(x, *(f"{config.prefix}self_attn.{name}_proj" for name in "qkv")).unflatten(-1, (-1, c.head_dim))
+    return qkv.split((c.num_heads, c.num_kv_heads, c.num_kv_heads), dim=-2)
 
 
 def head_input(ops: DrafterOps, config: DrafterConfig, features: Tensor) -> Tensor:

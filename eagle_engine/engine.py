@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import secrets
-from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 
@@ -21,13 +20,17 @@ from eagle_engine.errors import EagleError
 from eagle_engine.graphs import CudaGraphs, GraphApi, StepGraphs, VerifyGraphs
 from eagle_engine.kv_cache import PagePool, make_kv_cache
 from eagle_engine.loading import DEMO, config_of, default_max_model_len, load_models, slack_rows
+from eagle_engine.logits_processing import make_processor
 from eagle_engine.observation import Observer
-from eagle_engine.outputs import RequestOutput, TextDelta
+from eagle_engine.outputs import CompletionOutput, RequestOutput, TextDelta
 from eagle_engine.prefill_attention import longest_chunk
+from eagle_engine.prefill import draw_first, prefill_piece
 from eagle_engine.request import Request
 from eagle_engine.sampling_params import SamplingParams
+from eagle_engine.scheduler import Scheduler
 from eagle_engine.state import DecodeState
-from eagle_engine.step import Models, PhaseTimer, prefill, run_step
+from eagle_engine.step import Models, PhaseTimer, run_step
+from eagle_engine.structured_outputs import Grammars
 from eagle_engine.target import TargetModel
 from eagle_engine.tokenizer import Tokenizer
 from eagle_engine.tree_shape import PLAIN, on_device, tree_shape
@@ -72,10 +75,10 @@ class Engine:
         slack = slack_rows(config, drafter is not None, graph_api is not None)
         if target.max_positions < self.max_model_len + slack:
             raise EagleError(f"max_model_len {self.max_model_len} needs {self.max_model_len + slack} positions, the target was loaded with {target.max_positions}")
-        self._slack = slack
+        self._step_rows = slack
         # A row of the page table starts at a multiple of 16 bytes, which is what kernels are compiled for.
         max_pages = (-(-(self.max_model_len + slack) // config.page_size) + 3) // 4 * 4
-        self.pages = PagePool(config.num_pages or config.max_batch_size * max_pages, config.page_size)
+        self.pages = PagePool(config.num_pages or config.max_batch_size * max_pages, config.page_size, lookahead=1 if shape.levels else 0)
         t = target.config
         cache = make_kv_cache(t.num_layers, self.pages.num_pages, config.page_size, t.num_kv_heads, t.head_dim, target.activation_dtype, device)
         draft_cache, fused_size = None, t.hidden_size
@@ -83,21 +86,22 @@ class Engine:
             d, fused_size = drafter.config.layer, drafter.config.fused_size
             draft_cache = make_kv_cache(1, self.pages.num_pages, config.page_size, d.num_kv_heads, d.head_dim, target.activation_dtype, device)
         self.state = DecodeState.allocate(config.max_batch_size, max_pages, fused_size, shape, cache, draft_cache, target.activation_dtype)
-        self._prefill_chunk = longest_chunk(device, target.deterministic, config.prefill_chunk)
+        self.timer = PhaseTimer()
+        chunk = longest_chunk(device, target.deterministic, config.prefill_chunk)
+        self.scheduler = Scheduler(self.models, self.state, self.pages, config, slack, chunk, self.timer)
         self._graphs: StepGraphs | None = None
         if graph_api is not None:
             with torch.inference_mode():
                 self._graphs = StepGraphs(graph_api, config.max_batch_size, lambda batch: run_step(self.models, self.state, batch, PhaseTimer()), self.state.output_ring)
                 # The kernels of a prefill are compiled now, not while the first requests wait.
-                for length in {1, min(self._prefill_chunk, self.max_model_len - 1)} - {0}:
-                    prefill(self.models, self.state, 0, torch.zeros(length, dtype=torch.int64, device=device), length, PhaseTimer())
+                for length in {1, min(chunk, self.max_model_len - 1)} - {0}:
+                    row = prefill_piece(self.models, self.state, self.state.page_table[:1], torch.zeros(length, dtype=torch.int64, device=device), 0, length)
+                    draw_first(self.models, self.state, 0, row, length)
                 for slot in range(config.max_batch_size):
                     self.state.clear(slot)
         elif not config.enforce_eager and device.type == "cpu" and VerifyGraphs.can_record(target):
             self.models = self.models._replace(graphs=VerifyGraphs(target, self.models.captured_layers, self.state))
-        self.timer = PhaseTimer()
-        self._waiting: deque[Request] = deque()
-        self._running: list[Request] = []
+        self._grammars = Grammars(tokenizer, target.config.vocab_size, self.eos_token_ids)
         self._observer: Observer | None = None
         self._undelivered: list[RequestOutput] = []
         self._next_id = 0
@@ -194,8 +198,8 @@ class Engine:
                 requests.append(self._enqueue(prompt, param, held=True))
             except EagleError as error:
                 text, ids = (prompt, []) if isinstance(prompt, str) else (None, list(prompt))
-                requests.append(RequestOutput(self._next_request_id(), text, ids, "", [], "error", error=str(error)))
-        mine = [request for request in requests if isinstance(request, Request)]
+                requests.append(RequestOutput(self._next_request_id(), text, ids, [CompletionOutput(0, "", [], "error", error=str(error))]))
+        mine = [answer for request in requests if isinstance(request, Request) for answer in request.answers]
         with tqdm(total=len(mine), desc="generating", unit="prompt", disable=not progress, leave=False) as bar:
             try:
                 while not all(request.finished for request in mine):
@@ -203,7 +207,7 @@ class Engine:
                     bar.update(sum(request.finished for request in mine) - bar.n)
             finally:
                 for request in mine:
-                    if not request.finished:
+                    if not request.all_finished:
                         self.abort(request.request_id)
         return [request.output() if isinstance(request, Request) else request for request in requests]
 
@@ -217,15 +221,18 @@ class Engine:
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[TextDelta]:
         """The answer in pieces, as each step emits them; joined, their texts are the text of `generate`. Closing the iterator ends the request."""
-        request = self._enqueue(prompt, sampling_params or SamplingParams(), held=True)
+        sampling_params = sampling_params or SamplingParams()
+        if sampling_params.n > 1:
+            raise EagleError(f"n: a stream has one answer, got n {sampling_params.n}; use generate")
+        request = self._enqueue(prompt, sampling_params, held=True)
         try:
             while not request.finished:
                 self._advance()
-                text, tokens = request.delta()
+                delta = request.delta()
                 if request.finish_reason == "error":
                     raise EagleError(request.error)
-                if text or tokens or request.finished:
-                    yield TextDelta(text, tokens, request.finish_reason, request.output().stats if request.finished else None)
+                if delta.text or delta.token_ids or request.finished:
+                    yield delta
         finally:
             self.abort(request.request_id)
 
@@ -234,55 +241,69 @@ class Engine:
         return self._enqueue(prompt, sampling_params, held=False).request_id
 
     def has_unfinished(self) -> bool:
-        return bool(self._waiting or self._running or self._undelivered)
+        return bool(self._undelivered) or not self.scheduler.is_empty
 
     def abort(self, request_id: int) -> RequestOutput | None:
-        """End a request now and free its pages; its output so far, or None when it is not in the engine."""
-        for request in self._waiting:
-            if request.request_id == request_id:
-                self._waiting.remove(request)
-                request.finish("abort")
-                return request.output()
-        for slot, request in enumerate(self._running):
-            if request.request_id == request_id:
-                request.finish("abort")
-                return self._retire(slot)
-        return None
+        """End a request now, all its answers, and free its pages; its output so far, or None when it is not in the engine."""
+        mine = self.scheduler.find(request_id)
+        for request in mine:
+            request.finish("abort")
+            self.scheduler.retire(request)
+        return mine[0].output() if mine else None
 
     def step(self) -> list[RequestOutput]:
-        """Admit waiting requests, advance every running one by one draft-and-verify cycle; the outputs of the caller's requests that have ended since the last call."""
+        """Admit waiting requests, prefill a piece of those that are new, advance every one that decodes by one draft-and-verify cycle; the outputs of the caller's requests that have ended since the last call."""
         self._advance()
         ended, self._undelivered = self._undelivered, []
         return ended
 
     @torch.inference_mode()
     def _advance(self) -> None:
-        self._admit()
-        if not self._running:
+        scheduler = self.scheduler
+        started = scheduler.prefill()
+        # A request with a processor has to know its last token before the next is drawn, and the host has a part in drawing it: such steps run from Python, on CUDA too.
+        eager = self._graphs is None or any(request.processor is not None for request in scheduler.running)
+        if eager:
+            self._settle()
+            if started:
+                self._deliver(list(scheduler.running), self.state.output_ring[: len(scheduler.running)])  # an answer may end with its first token
+        scheduler.make_room(self._settle)
+        running = list(scheduler.running)
+        if not running:
             return
-        batch = len(self._running)
-        if self._graphs is None:
-            observe = None if self._observer is None else partial(self._observer, [request.request_id for request in self._running])
-            run_step(self.models, self.state, batch, self.timer, observe)
-            self._deliver(self._running, self.state.output_ring[:batch])
+        for request in running:
+            request.draft_rows = request.num_rows  # the draft of this step feeds the drafter what was committed before it
+        if eager:
+            observe = None if self._observer is None else partial(self._observer, [request.request_id for request in running])
+            run_step(self.models, self.state, len(running), self.timer, observe, [request.updated_processor() for request in running])
+            self._deliver(running, self.state.output_ring[: len(running)])
         else:
             # What is read is the step before: the one that runs while a sequence turns out to have ended is thrown away.
             self.timer.start()
-            before = self._graphs.launch(batch, list(self._running))
+            before = self._graphs.launch(len(running), running)
+            self.timer.lap("graph")
             if before is not None:
                 self._deliver(*before)
-            self.timer.lap("graph")
-        self._retire_finished()
 
-    @staticmethod
-    def _deliver(running: list[Request], rings: Tensor) -> None:
-        """Hand each request, by slot, the tokens that its row of the output ring holds and it has not seen."""
+    def _settle(self) -> None:
+        """Deliver what a captured step that is still on its way has emitted."""
+        before = self._graphs.settle() if self._graphs is not None else None
+        if before is not None:
+            self._deliver(*before)
+
+    def _deliver(self, running: list[Request], rings: Tensor) -> None:
+        """Hand each request, by slot, the tokens that its row of the output ring holds and it has not seen; retire those that have ended."""
         for request, ring in zip(running, rings.tolist()):
-            if not request.finished:
-                request.receive(ring)
+            if request.finished or not request.pages:
+                continue  # it ended, or was preempted, while the step was on its way
+            request.receive(ring)
+            if request.finished:
+                self.scheduler.retire(request)
+                if request.all_finished and not request.held:
+                    self._undelivered.append(request.output())
 
     def _enqueue(self, prompt: Prompt, sampling_params: SamplingParams, held: bool) -> Request:
-        """held: whoever queued the request keeps it and reads its output there, instead of from `step`."""
+        """The first of its answers. held: whoever queued the request keeps it and reads its output there, instead of from `step`."""
         text = prompt if isinstance(prompt, str) else None
         ids = self._need_tokenizer().encode(prompt) if isinstance(prompt, str) else list(prompt)
         if not ids:
@@ -297,57 +318,26 @@ class Engine:
         if room < 1:
             raise EagleError(f"the prompt has {len(ids)} tokens, which leaves no room for an answer in max_model_len {self.max_model_len}")
         limit = min(sampling_params.max_tokens, room)
-        needed = self.pages.pages_for(len(ids) + limit + self._slack)
+        needed = self.pages.pages_for(len(ids) + limit + self._step_rows)
         if needed > self.pages.num_pages:
             raise EagleError(f"the request needs {needed} pages of the KV cache, which has {self.pages.num_pages}; ask for fewer tokens or raise num_pages")
+        self._check_steps_can(sampling_params)
         seed = secrets.randbits(63) if sampling_params.seed is None else sampling_params.seed
-        request = Request(self._next_request_id(), text, ids, sampling_params, seed, limit, self.tokenizer, self.eos_token_ids)
-        request.held = held
-        self._waiting.append(request)
-        return request
+        request_id, answers = self._next_request_id(), []
+        for index in range(sampling_params.n):
+            params = sampling_params if index == 0 else replace(sampling_params, prompt_logprobs=None)  # the first answer has them for all
+            wrapped = (seed + index + 2**63) % 2**64 - 2**63
+            answer = Request(request_id, text, ids, params, wrapped, limit, self.tokenizer, self.eos_token_ids, held=held, index=index, answers=answers)
+            answer.processor = make_processor(ids, params, vocab_size, answer.stop_token_ids, self._grammars, self.tokenizer, self.models.target.device)
+            answers.append(answer)
+        for answer in answers:
+            self.scheduler.add(answer)
+        return answers[0]
 
-    def _admit(self) -> None:
-        """Prefill waiting requests, in order, as long as there are slots and pages for their longest course."""
-        while self._waiting and len(self._running) < self.config.max_batch_size:
-            request = self._waiting[0]
-            needed = self.pages.pages_for(len(request.prompt_ids) + request.limit + self._slack)
-            if needed > self.pages.num_free:
-                break
-            self._waiting.popleft()
-            slot = len(self._running)
-            request.pages = self.pages.take(needed)
-            request.start(self.timer.seconds)
-            device = self.models.target.device
-            self.state.page_table[slot, :needed] = torch.tensor(request.pages, dtype=torch.int32, device=device)
-            self.state.active[slot] = True
-            self.state.set_sampling(slot, request.params, request.seed)
-            self.state.set_stop_tokens(slot, request.stop_token_ids)
-            self._running.append(request)
-            prefill(self.models, self.state, slot, torch.tensor(request.prompt_ids, device=device), self._prefill_chunk, self.timer)
-            if self._graphs is None:
-                self._deliver([request], self.state.output_ring[slot : slot + 1])
-                self._retire_finished()
-
-    def _retire_finished(self) -> None:
-        # From the last slot down, since the last one moves into the gap of one that leaves.
-        for slot in range(len(self._running) - 1, -1, -1):
-            if self._running[slot].finished:
-                held = self._running[slot].held
-                output = self._retire(slot)
-                if not held:
-                    self._undelivered.append(output)
-
-    def _retire(self, slot: int) -> RequestOutput:
-        """Take a request out of its slot; the last slot moves into the gap, so that the running ones stay together."""
-        request, last = self._running[slot], len(self._running) - 1
-        self.pages.give_back(request.pages)
-        if slot != last:
-            self.state.move(last, slot)
-            self._running[slot] = self._running[last]
-        self._running.pop()
-        self.state.clear(last)
-        request.end(self.timer.seconds)
-        return request.output()
+    def _check_steps_can(self, params: SamplingParams) -> None:
+        asked = ", ".join((*params.changes_logits, *params.tells_logprobs))
+        if asked and self.models.rejection and self.models.shape.levels:
+            raise EagleError(f'{asked}: not with acceptance "rejection"; use "exact"')
 
     def _need_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:

@@ -104,6 +104,14 @@ class StepGraphs:
         self.api.wait(before[1])
         return before[0], before[2]
 
+    def settle(self) -> tuple[Tag, Tensor] | None:
+        """Wait for the step that is on its way; its tag and output ring, or None when there is none."""
+        before, self._in_flight = self._in_flight, None
+        if before is None:
+            return None
+        self.api.wait(before[1])
+        return before[0], before[2]
+
 
 def batch_buckets(max_batch: int) -> tuple[int, ...]:
     """1, 2, 4, ... below max_batch, and max_batch."""

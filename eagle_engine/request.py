@@ -6,23 +6,36 @@ import time
 from dataclasses import dataclass, field
 
 from tokenizers.decoders import DecodeStream
+from torch import Tensor
 
-from eagle_engine.outputs import RequestOutput, RequestStats
+from eagle_engine.logits_processing import LogitsProcessor
+from eagle_engine.outputs import CompletionOutput, RequestOutput, RequestStats, TextDelta, TokenLogprobs
 from eagle_engine.sampling_params import SamplingParams
 from eagle_engine.tokenizer import Tokenizer
 
 NOT_USABLE = "the target's logits were not usable at position {position} (NaN, or nothing above minus infinity)"
 
 
-@dataclass
+@dataclass(eq=False)
 class Request:
-    """A request from its arrival to its end.
+    """One answer to a request, from the request's arrival to the answer's end.
 
     prompt_ids  token ids of the prompt
     limit       most tokens of the answer: max_tokens, or what the longest sequence leaves
     seed        the one that all its draws are keyed with
-    pages       its pages of the KV cache while it runs
     held        its output is read from here, not from Engine.step
+    processor   what it does to the logits and wants to know of them; None: nothing
+    index       which of the request's answers
+    answers     all answers to the request, in order, this one among them
+
+    Of the scheduler:
+    arrival        place in the order of arrival
+    pages          its pages of the KV cache, none while it waits
+    sequence       the tokens whose rows are committed before it decodes: the prompt, and what it has emitted before it was preempted, but for the last token, which is the root
+    num_prefilled  rows of the sequence that are committed, those that were found in the cache among them
+    page_table     [1, max_pages] int32 on the device, for the prefill
+    device_ids     the sequence [n] int64 on the device
+    draft_rows     rows that are final in the drafter's cache, once it decodes; at least
     """
 
     request_id: int
@@ -33,12 +46,21 @@ class Request:
     limit: int
     tokenizer: Tokenizer | None
     eos_token_ids: frozenset[int]
-    pages: list[int] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     error: str | None = None
     held: bool = False
+    processor: LogitsProcessor | None = None
+    index: int = 0
+    answers: list[Request] = field(default_factory=list, repr=False)
+    arrival: int = 0
+    pages: list[int] = field(default_factory=list)
+    sequence: list[int] = field(default_factory=list)
+    num_prefilled: int = 0
+    page_table: Tensor | None = None
+    device_ids: Tensor | None = None
+    draft_rows: int = 0
 
     def __post_init__(self) -> None:
         self._stream = DecodeStream(skip_special_tokens=self.params.skip_special_tokens)
@@ -47,6 +69,7 @@ class Request:
         self._streamed = 0
         self._num_received = 0
         self._num_streamed_tokens = 0
+        self._num_cached = 0
         self._steps = 0
         self._reached: list[int] = []
         self._started = self._ended = time.perf_counter()
@@ -57,9 +80,29 @@ class Request:
     def finished(self) -> bool:
         return self.finish_reason is not None
 
-    def start(self, phases: dict[str, float]) -> None:
-        self._started = time.perf_counter()
-        self._phases_before = dict(phases)
+    @property
+    def num_rows(self) -> int:
+        """Rows that the host knows to be committed while it decodes: all tokens but the root."""
+        return len(self.prompt_ids) + max(len(self.token_ids), 1) - 1
+
+    def admitted(self, phases: dict[str, float], num_found: int) -> None:
+        """It has pages, `num_found` rows of which were computed for others. A preempted request is admitted again, and goes on where it was."""
+        self._num_received = 0
+        if not self.token_ids:
+            self._started = time.perf_counter()
+            self._phases_before = dict(phases)
+            self._num_cached = num_found
+
+    @property
+    def all_finished(self) -> bool:
+        """Whether every answer to the request has ended."""
+        return all(request.finished for request in self.answers)
+
+    def updated_processor(self) -> LogitsProcessor | None:
+        """The processor, brought up to the tokens so far: what a step and a prefill are given."""
+        if self.processor is not None:
+            self.processor.update(self.token_ids)
+        return self.processor
 
     @property
     def stop_token_ids(self) -> frozenset[int]:
@@ -94,7 +137,8 @@ class Request:
 
     def _append_token(self, token: int) -> None:
         if token < 0:
-            self.finish("error", error=NOT_USABLE.format(position=len(self.prompt_ids) + len(self.token_ids)))
+            banned = None if self.processor is None else self.processor.why_nothing_is_allowed(self.token_ids)
+            self.finish("error", error=banned or NOT_USABLE.format(position=len(self.prompt_ids) + len(self.token_ids)))
             return
         self.token_ids.append(token)
         if token in self.eos_token_ids and not self.params.ignore_eos:
@@ -107,8 +151,11 @@ class Request:
             piece = self._stream.step(self.tokenizer.backend, token)
             if piece:
                 self._text += piece
-                if self._find_stop_string(len(piece)):
+                if len(self.token_ids) > self.params.min_tokens and self._find_stop_string(len(piece)):
                     return
+        if self.processor is not None and self.processor.is_complete(self.token_ids):
+            self.finish("stop")
+            return
         if len(self.token_ids) >= self.limit:
             self.finish("length")
 
@@ -145,28 +192,44 @@ class Request:
         whole = self.tokenizer.decode(self.token_ids[:-1] if hidden else self.token_ids, self.params.skip_special_tokens)
         return whole if whole.startswith(self._text) else self._text
 
-    def delta(self) -> tuple[str, list[int]]:
-        """Text and tokens since the last call. Text that may turn out to begin a stop string is held back until it is known not to."""
+    def delta(self) -> TextDelta:
+        """What is new since the last call. Text that may turn out to begin a stop string is held back until it is known not to."""
         text = self.text()
         held = 0 if self.finished else max((_overlap(text, stop) for stop in self.params.stop_strings), default=0)
         end = max(self._streamed, len(text) - held)
-        new_text, new_tokens = text[self._streamed : end], self.token_ids[self._num_streamed_tokens :]
+        new = slice(self._num_streamed_tokens, len(self.token_ids))
+        new_text, logprobs = text[self._streamed : end], self._logprobs()
         self._streamed, self._num_streamed_tokens = end, len(self.token_ids)
-        return new_text, new_tokens
+        return TextDelta(new_text, self.token_ids[new], self.finish_reason, self.stats() if self.finished else None, None if logprobs is None else logprobs[new])
 
-    def output(self) -> RequestOutput:
+    def _logprobs(self) -> list[TokenLogprobs] | None:
+        """Of token_ids; what was drawn beyond the end of the answer is left out."""
+        return None if self.params.logprobs is None else self.processor.logprobs[: len(self.token_ids)]
+
+    def stats(self) -> RequestStats:
         generated = len(self.token_ids)
         seconds = self._ended - self._started
-        stats = RequestStats(
+        return RequestStats(
+            num_cached_tokens=self._num_cached,
             steps=self._steps,
             acceptance_length=(generated - 1) / self._steps if self._steps else 0.0,
             acceptance_by_depth=[count / self._steps for count in self._reached] if self._steps else [],
             tokens_per_second=generated / seconds if seconds > 0 else 0.0,
             time_per_phase=self._phases,
         )
-        return RequestOutput(
-            self.request_id, self.prompt, self.prompt_ids, self.text(), list(self.token_ids), self.finish_reason or "abort", self.stop_reason, self.error, stats
+
+    def completion(self) -> CompletionOutput:
+        logprobs = self._logprobs()
+        total = None if logprobs is None else sum(place[token].logprob for place, token in zip(logprobs, self.token_ids))
+        return CompletionOutput(
+            self.index, self.text(), list(self.token_ids), self.finish_reason or "abort", self.stop_reason, self.error, logprobs, total, self.stats()
         )
+
+    def output(self) -> RequestOutput:
+        """Of the whole request."""
+        first = self.answers[0]
+        prompt_logprobs = None if first.params.prompt_logprobs is None else [None, *first.processor.prompt_logprobs]
+        return RequestOutput(self.request_id, self.prompt, self.prompt_ids, [answer.completion() for answer in self.answers], prompt_logprobs)
 
 
 def _overlap(text: str, stop: str) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 
 import torch
@@ -21,7 +21,10 @@ class DecodeState:
     """S slots; the running sequences are the first `batch` of them, so that every view is contiguous. A slot without a sequence is a dummy: inactive, one row long, all its pages the last one.
 
     A step starts with the target's rows committed up to seq_lens, and with the pairs that the drafter has not seen yet: `num_pending` features of the rows just
-    committed, each with the token that follows it. The last pending token is the root.
+    committed, each with the token that follows it. The last pending token is the root. Steps of plain decoding in between leave older ones behind, `num_missed`, which the drafter catches up on before it
+    drafts again; its own committed rows are seq_lens - num_pending - num_missed.
+
+    Buffers are as large as the largest of the trees that the engine may grow; `max_depth` is the greatest depth of any.
     """
 
     target_cache: Tensor  # [layers, 2, pages, page_size, kv_heads, head_dim]
@@ -32,6 +35,9 @@ class DecodeState:
     num_pending: Tensor  # [S] int64, 1 .. max_depth + 1
     pending_tokens: Tensor  # [S, max_depth + 1] int64; the first num_pending are also the tokens that the last step emitted
     pending_features: Tensor  # [S, max_depth + 1, fused_size] activations: features of the target, or its captured states (EAGLE-3), which the drafter fuses when it takes them
+    num_missed: Tensor  # [S] int64, 0 .. M
+    missed_tokens: Tensor  # [S, M] int64; M = 0 where every step drafts
+    missed_features: Tensor  # [S, M, fused_size] activations
     output_ring: Tensor  # [S, C + 1] int64: token number n that the sequence emitted at column n % C, the number of all of them in the last column; C = OUTPUT_RING * (max_depth + 1)
     stop_token_ids: Tensor  # [S, MAX_STOP_TOKENS] int64, -1 padded
     active: Tensor  # [S] bool
@@ -50,9 +56,19 @@ class DecodeState:
 
     @classmethod
     def allocate(
-        cls, slots: int, max_pages: int, fused_size: int, shape: TreeShape, target_cache: Tensor, draft_cache: Tensor | None, activation_dtype: torch.dtype = torch.float32
+        cls,
+        slots: int,
+        max_pages: int,
+        fused_size: int,
+        shapes: TreeShape | Sequence[TreeShape],
+        target_cache: Tensor,
+        draft_cache: Tensor | None,
+        activation_dtype: torch.dtype = torch.float32,
+        max_missed: int = 0,
     ) -> DecodeState:
-        width, nodes, pool = shape.max_depth + 1, shape.num_nodes, shape.pool_size
+        """shapes: every tree that a step may grow; max_missed: M, pairs that the drafter may be behind."""
+        shapes = (shapes,) if isinstance(shapes, TreeShape) else shapes
+        width, nodes, pool, mask_words = (max(values) for values in zip(*((shape.max_depth + 1, shape.num_nodes, shape.pool_size, shape.draft_mask_words) for shape in shapes)))
         int32, int64, fp32 = torch.int32, torch.int64, torch.float32
         with target_cache.device:
             state = cls(
@@ -64,6 +80,9 @@ class DecodeState:
                 num_pending=torch.ones(slots, dtype=int64),
                 pending_tokens=torch.zeros(slots, width, dtype=int64),
                 pending_features=torch.zeros(slots, width, fused_size, dtype=activation_dtype),
+                num_missed=torch.zeros(slots, dtype=int64),
+                missed_tokens=torch.zeros(slots, max_missed, dtype=int64),
+                missed_features=torch.zeros(slots, max_missed, fused_size, dtype=activation_dtype),
                 active=torch.zeros(slots, dtype=torch.bool),
                 temperature=torch.zeros(slots, nodes, dtype=fp32),
                 top_k=torch.zeros(slots, nodes, dtype=int32),
@@ -77,7 +96,7 @@ class DecodeState:
                 stop_token_ids=torch.full((slots, MAX_STOP_TOKENS), -1, dtype=int64),
                 root_scores=torch.zeros(slots, 1, dtype=fp32),
                 root_pool_index=torch.full((slots, 1), -1, dtype=int32),
-                root_mask=torch.zeros(slots, 1, shape.draft_mask_words, dtype=int64),
+                root_mask=torch.zeros(slots, 1, mask_words, dtype=int64),
                 pending_offsets=torch.arange(width),
             )
         for slot in range(slots):
@@ -96,6 +115,7 @@ class DecodeState:
         self.page_table[slot] = self.target_cache.shape[2] - 1
         self.seq_lens[slot] = 1
         self.num_pending[slot] = 1
+        self.num_missed[slot] = 0
         self.root_tokens[slot] = 0
         self.pending_tokens[slot] = 0
         self.pending_features[slot] = 0
@@ -113,13 +133,32 @@ class DecodeState:
             tensor = getattr(self, name)
             tensor[destination] = tensor[source]
 
-    def pool(self, batch: int) -> DraftPool:
-        return DraftPool(self.pool_tokens[:batch], self.pool_scores[:batch], self.pool_parents[:batch])
+    @property
+    def max_depth(self) -> int:
+        return self.pending_tokens.shape[1] - 1
 
-    def sampling(self, batch: int) -> dict[str, Tensor]:
-        """Sampling parameters of batch * N rows."""
-        return {name: getattr(self, name)[:batch].view(-1) for name in ("temperature", "top_k", "top_p", "min_p", "seeds")}
+    def pool(self, batch: int, size: int | None = None) -> DraftPool:
+        """Pool [batch, size] of the current step, contiguous; default: of the largest tree."""
+        size = self.pool_tokens.shape[1] if size is None else size
+        return DraftPool(*(_first(tensor, batch, size) for tensor in (self.pool_tokens, self.pool_scores, self.pool_parents)))
+
+    def root_mask_words(self, batch: int, words: int) -> Tensor:
+        """root_mask as [batch, 1, words], contiguous."""
+        return _first(self.root_mask, batch, words)[:, None]
+
+    def sampling(self, batch: int, nodes: int | None = None) -> dict[str, Tensor]:
+        """Sampling parameters of batch * nodes rows; default: of the largest tree."""
+        return {name: getattr(self, name)[:batch, :nodes].reshape(-1) for name in ("temperature", "top_k", "top_p", "min_p", "seeds")}
+
+    def slot_sampling(self, slot: int) -> dict[str, Tensor]:
+        """Sampling parameters of one row of one slot."""
+        return {name: getattr(self, name)[slot, :1] for name in ("temperature", "top_k", "top_p", "min_p", "seeds")}
 
     @classmethod
     def _slot_fields(cls) -> list[str]:
         return [f.name for f in fields(cls) if f.name not in ("target_cache", "draft_cache", "pending_offsets")]
+
+
+def _first(tensor: Tensor, rows: int, columns: int) -> Tensor:
+    """The first rows * columns numbers of a buffer as a contiguous matrix."""
+    return tensor.view(-1)[: rows * columns].view(rows, columns)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from eagle_engine.drafter import Drafter
 from eagle_engine.graphs import VerifyGraphs, forward_tree
+from eagle_engine.logits_processing import LogitsProcessor, record_logprobs, sample_tree
 from eagle_engine.observation import ObservedTree, observed_trees
 from eagle_engine.state import DecodeState
 from eagle_engine.target import TargetModel
@@ -57,22 +58,25 @@ class Models(NamedTuple):
         return self.drafter.captured_layers if self.shape.levels else ()
 
 
-def run_step(models: Models, state: DecodeState, batch: int, timer: PhaseTimer, observe: Callable[[list[ObservedTree]], None] | None = None) -> Accepted:
+def run_step(
+    models: Models, state: DecodeState, batch: int, timer: PhaseTimer, observe: Callable[[list[ObservedTree]], None] | None = None, processors: Sequence[LogitsProcessor | None] = ()
+) -> Accepted:
     """Advance the first `batch` slots by one draft-and-verify cycle.
 
     Afterwards output_ring and pending_tokens hold the emitted tokens of each sequence and num_pending their number; a token -1 says that the target's logits at that place are not
-    usable (NaN, or nothing above -inf). A sequence that emits one of its stop tokens becomes inactive. `observe` is given the step's trees at its end, on the host: eager steps only.
+    usable (NaN, or nothing above -inf). A sequence that emits one of its stop tokens becomes inactive. `observe` is given the step's trees at its end, on the host; `processors`, one for each slot or
+    none at all, change the logits of their slots: eager steps only, both.
     """
     timer.start()
     if models.shape.levels:
         pool, draft_probs = draft(models, state, batch)
     else:
-        pool, draft_probs = state.pool(batch), None
+        pool, draft_probs = state.pool(batch, models.shape.pool_size), None
     tree = rerank(pool, state.root_tokens[:batch], state.seq_lens[:batch], models.shape.num_nodes, choices=models.shape.node_choices)
     timer.lap("draft")
     states, logits = verify(models, state, batch, tree)
     timer.lap("verify")
-    accepted, sampled = choose(models, state, batch, tree, logits, draft_probs)
+    accepted, sampled = choose(models, state, batch, tree, logits, draft_probs, processors)
     timer.lap("sample")
     commit(models, state, batch, tree, accepted, states)
     timer.lap("compact")
@@ -83,10 +87,11 @@ def run_step(models: Models, state: DecodeState, batch: int, timer: PhaseTimer, 
 
 def draft(models: Models, state: DecodeState, batch: int) -> tuple[DraftPool, list[Tensor]]:
     """Feed the drafter what the last step committed, then grow the pool level by level."""
-    drafter, shape, pool = models.drafter, models.shape, state.pool(batch)
+    drafter, shape = models.drafter, models.shape
+    pool = state.pool(batch, shape.pool_size)
     cache, page_table, seq_lens = state.draft_cache[0], state.page_table[:batch], state.seq_lens[:batch]
     features = extend(drafter, state, batch)
-    frontier = Frontier(state.root_tokens[:batch, None], state.root_scores[:batch], state.root_pool_index[:batch], features, state.root_mask[:batch])
+    frontier = Frontier(state.root_tokens[:batch, None], state.root_scores[:batch], state.root_pool_index[:batch], features, state.root_mask_words(batch, shape.draft_mask_words))
     draft_probs = []
     for depth, level in enumerate(shape.levels):
         if models.rejection:
@@ -105,7 +110,7 @@ def draft(models: Models, state: DecodeState, batch: int) -> tuple[DraftPool, li
 
 
 def extend(drafter: Drafter, state: DecodeState, batch: int) -> Tensor:
-    """Append the pending pairs to the drafter's committed rows; the feature predicted after the last of them, [B, 1, H].
+    """Append the pending pairs to the drafter's committed rows; the feature predicted after the last of them, [B, 1, H]. Nothing may have been missed (`catch_up`).
 
     All max_depth + 1 rows are run, so that the shape is fixed; rows past num_pending write above seq_lens, where the draft levels write next.
     """
@@ -115,6 +120,19 @@ def extend(drafter: Drafter, state: DecodeState, batch: int) -> Tensor:
     features = drafter.forward(state.pending_tokens[:batch], drafter.fuse(state.pending_features[:batch]), position_ids, state.draft_cache[0], draft_lens, state.page_table[:batch])
     last = (num_pending - 1)[:, None, None].expand(-1, 1, features.shape[-1])
     return features.gather(1, last)
+
+
+def catch_up(models: Models, state: DecodeState, batch: int, rows: int) -> None:
+    """Append the missed pairs, at most `rows` of any sequence, to the drafter's committed rows.
+
+    As many rows are run of every sequence; those past num_missed write above the drafter's committed rows, where the pending pairs and the draft levels write next, or to the last page.
+    """
+    drafter, num_missed = models.drafter, state.num_missed[:batch]
+    draft_lens = (state.seq_lens[:batch] - state.num_pending[:batch] - num_missed).int()
+    position_ids = draft_lens[:, None] + torch.arange(rows, device=draft_lens.device)
+    features = drafter.fuse(state.missed_features[:batch, :rows].contiguous())
+    drafter.store(state.missed_tokens[:batch, :rows].contiguous(), features, position_ids, state.draft_cache[0], draft_lens, state.page_table[:batch])
+    num_missed.zero_()
 
 
 def draw_level(models: Models, state: DecodeState, batch: int, logits: Tensor, frontier: Frontier, features: Tensor, pool: DraftPool, depth: int) -> tuple[Frontier, Tensor]:
@@ -153,11 +171,13 @@ def verify(models: Models, state: DecodeState, batch: int, tree: Tree) -> tuple[
     return forward_tree(models.target, models.captured_layers, state, batch, tree.tokens, tree.position_ids, tree.packed_ancestor_mask)
 
 
-def choose(models: Models, state: DecodeState, batch: int, tree: Tree, logits: Tensor, draft_probs: list[Tensor] | None) -> tuple[Accepted, Tensor | None]:
+def choose(
+    models: Models, state: DecodeState, batch: int, tree: Tree, logits: Tensor, draft_probs: list[Tensor] | None, processors: Sequence[LogitsProcessor | None] = ()
+) -> tuple[Accepted, Tensor | None]:
     """Draw the target's tokens and walk down the tree along them; the tokens [B, N] int64 with it, None with rejection sampling, which does not draw one per node."""
-    shape, params = models.shape, state.sampling(batch)
-    seeds = params.pop("seeds")
+    shape, params = models.shape, state.sampling(batch, models.shape.num_nodes)
     if models.rejection and shape.levels:
+        params.pop("seeds")
         target_probs = filter_probs(logits, **params, order=models.filter_order).view(batch, shape.num_nodes, -1)
         all_draft_probs = torch.zeros_like(target_probs)
         for nodes, probs in zip(shape.frontier_nodes, draft_probs):
@@ -167,11 +187,13 @@ def choose(models: Models, state: DecodeState, batch: int, tree: Tree, logits: T
                 else:
                     all_draft_probs[:, node, models.drafter.draft_to_target] = probs[:, i]
         positions = state.seq_lens[:batch].long() + 1
-        accepted = accept_rejection(tree.tokens, tree.parent, target_probs, all_draft_probs, state.seeds[:batch, 0].contiguous(), positions, state.active[:batch], shape.max_depth)
+        accepted = accept_rejection(tree.tokens, tree.parent, target_probs, all_draft_probs, state.seeds[:batch, 0].contiguous(), positions, state.active[:batch], state.max_depth)
         append_output(state, batch, tree, accepted)
         return accepted, None
-    sampled = sample(logits, **params, seeds=seeds, positions=(tree.position_ids + 1).view(-1), order=models.filter_order).view(batch, -1)
-    return accept(tree.tokens, tree.parent, sampled, state.active[:batch], shape.max_depth, stop_token_ids=state.stop_token_ids[:batch], output_ring=state.output_ring[:batch]), sampled
+    sampled = sample_tree(logits, tree, params, models.filter_order, processors)
+    accepted = accept(tree.tokens, tree.parent, sampled, state.active[:batch], state.max_depth, stop_token_ids=state.stop_token_ids[:batch], output_ring=state.output_ring[:batch])
+    record_logprobs(logits, tree, accepted, processors)
+    return accepted, sampled
 
 
 def append_output(state: DecodeState, batch: int, tree: Tree, accepted: Accepted) -> None:
@@ -187,39 +209,23 @@ def append_output(state: DecodeState, batch: int, tree: Tree, accepted: Accepted
     ring[:, -1] += torch.where(state.active[:batch], accepted.num_accepted_drafts + 1, 0)
 
 
+def miss(state: DecodeState, batch: int) -> None:
+    """A step without drafting is about to put new pending pairs in the place of those that the drafter has not seen: keep these."""
+    num_missed, num_pending = state.num_missed[:batch], state.num_pending[:batch]
+    # All columns are copied, so that the shape is fixed; what stands past num_pending is overwritten by the next.
+    columns = num_missed[:, None] + state.pending_offsets
+    state.missed_tokens[:batch].scatter_(1, columns, state.pending_tokens[:batch])
+    state.missed_features[:batch].scatter_(1, columns[:, :, None].expand_as(state.pending_features[:batch]), state.pending_features[:batch])
+    num_missed += num_pending * state.active[:batch]
+
+
 def commit(models: Models, state: DecodeState, batch: int, tree: Tree, accepted: Accepted, states: Tensor) -> None:
     """Keep the accepted rows, hand their states and tokens to the next draft, advance seq_lens."""
+    if not models.shape.levels and state.draft_cache is not None:
+        miss(state, batch)
     if models.shape.levels:
         compact(state.target_cache, state.page_table[:batch], state.seq_lens[:batch], accepted.accepted_nodes, accepted.num_accepted_drafts)
     advance(
         tree.tokens, states, accepted, state.active[:batch], state.seq_lens[:batch], state.root_tokens[:batch], state.num_pending[:batch], state.pending_tokens[:batch],
         state.pending_features[:batch],
     )  # fmt: skip
-
-
-def prefill(models: Models, state: DecodeState, slot: int, prompt: Tensor, chunk: int, timer: PhaseTimer) -> None:
-    """Commit a prompt [n] int64 to one slot and draw its first token, which becomes the root, the only pending token and the first of the output ring."""
-    timer.start()
-    target, drafter = models.target, models.drafter
-    page_table, device = state.page_table[slot : slot + 1], prompt.device
-    for start in range(0, len(prompt), chunk):
-        tokens = prompt[None, start : start + chunk]
-        position_ids = torch.arange(start, start + tokens.shape[1], device=device)[None]
-        seq_lens = torch.full((1,), start, dtype=torch.int32, device=device)
-        features, states = target.forward_with_states(models.captured_layers, tokens, position_ids, state.target_cache, seq_lens, page_table)
-        following = prompt[None, start + 1 : start + 1 + chunk].clone()  # aligned, as kernels are compiled for it
-        if models.shape.levels and following.shape[1] > 0:
-            # The pair of the last prompt token waits for the first token of the answer.
-            pairs = following.shape[1]
-            drafter.forward(following, drafter.fuse(states[:, :pairs]), position_ids[:, :pairs], state.draft_cache[0], seq_lens, page_table)
-    logits = target.logits(features[:, -1])
-    params = {name: getattr(state, name)[slot, :1].clone() for name in ("temperature", "top_k", "top_p", "min_p", "seeds")}
-    first = sample(logits, **params, positions=torch.full((1,), len(prompt), device=device), order=models.filter_order)
-    state.seq_lens[slot] = len(prompt)
-    state.root_tokens[slot] = first[0]
-    state.output_ring[slot, 0] = first[0]
-    state.output_ring[slot, -1] = 1
-    state.num_pending[slot] = 1
-    state.pending_tokens[slot, 0] = first[0]
-    state.pending_features[slot, 0] = states[0, -1]
-    timer.lap("prefill")

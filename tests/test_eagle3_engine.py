@@ -8,7 +8,7 @@ from eagle_engine.drafter import Drafter
 from eagle_engine.step import PhaseTimer, run_step
 from helpers import assert_exact
 from test_step_graphs import graphed
-from tiny_engines import DRAFTERS, TREES, bigram_drafter, eagle3_config, make_engine, oracle_drafter, plain_tokens, random_eagle3, random_tensors, tiny_target
+from tiny_engines import DRAFTERS, TREES, begin_requests, bigram_drafter, eagle3_config, make_engine, oracle_drafter, plain_tokens, random_eagle3, random_tensors, tiny_target
 from tiny_targets import CASES, VOCAB_SIZE, random_tokens
 
 SAMPLING = {"greedy": dict(temperature=0.0), "sampled": dict(temperature=0.8, top_p=0.95, seed=5)}
@@ -67,7 +67,7 @@ def test_prefill_chunks_leave_the_same_drafter_behind(kind, chunk):
     for engine in engines:
         engine.add_request(random_tokens(21, 70), SamplingParams(temperature=0.0, max_tokens=8))
         with torch.inference_mode():
-            engine._admit()
+            begin_requests(engine)
     whole, chunked = (engine.state for engine in engines)
     assert_exact(chunked.pending_features, whole.pending_features)
     rows = [state.draft_cache[0][:, state.page_table[0].long()].flatten(1, 2)[:, :69] for state in (whole, chunked)]
@@ -83,7 +83,7 @@ def test_pending_states_after_a_step_are_those_of_a_fresh_prefill(kind):
     real = DRAFTERS[kind](target)
     engine = make_engine(target, oracle_drafter(target, text, ranks=[0, 1, 0, 0, 2, 0, 7], drafter=real), **TREES["dynamic-wide"])
     engine.add_request(prompt, params)
-    engine._admit()
+    begin_requests(engine)
     lengths = set()
     for _ in range(6):
         with torch.inference_mode():
@@ -128,7 +128,7 @@ def test_draft_tokens_are_target_tokens():
     engine = make_engine(target, drafter, top_k=5, max_depth=4, num_nodes=60)
     engine.add_request(random_tokens(5, 9), SamplingParams(temperature=0.0, max_tokens=9))
     with torch.inference_mode():
-        engine._admit()
+        begin_requests(engine)
         run_step(engine.models, engine.state, 1, PhaseTimer())
     drafted = set(engine.state.pool_tokens[0].tolist())
     assert drafted <= set(drafter.draft_to_target.tolist()) and len(drafted) > 5
@@ -142,7 +142,7 @@ def first_features(engine, drafter):
     fresh = make_engine(target, drafter)
     fresh.add_request(prompt, SamplingParams(temperature=0.0, max_tokens=9))
     with torch.inference_mode():
-        fresh._admit()
+        begin_requests(fresh)
         state = fresh.state
         position, lens = torch.tensor([[8]]), torch.tensor([8], dtype=torch.int32)
         return drafter.forward(state.root_tokens[:1, None], drafter.fuse(state.pending_features[:1, :1]), position, state.draft_cache[0], lens, state.page_table[:1])

@@ -279,9 +279,9 @@ def test_requests_wait_for_pages_and_give_them_back():
     while engine.has_unfinished():
         for output in engine.step():
             outputs[output.request_id] = output.token_ids
-        most = max(most, len(engine._running))
+        most = max(most, len(engine.scheduler.running))
     assert [outputs[i] for i in ids] == expected
-    assert most == 1 or most == 2  # 38 rows of 64 each: never four
+    assert most == 3 and engine.scheduler.num_preemptions > 0  # three prompts find room, three answers do not
     assert engine.pages.num_free == 16
     with pytest.raises(EagleError, match="pages of the KV cache"):
         engine.add_request(prompts[0], SamplingParams(**GREEDY, max_tokens=150))

@@ -14,6 +14,7 @@ import torch
 from eagle_engine import EagleConfig, EagleError, Engine, SamplingParams
 from eagle_engine.step import PhaseTimer, run_step
 from helpers import assert_exact
+from tiny_engines import begin_requests
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "bench"))
 random_models, shapes = importlib.import_module("random_models"), importlib.import_module("shapes")
@@ -134,7 +135,7 @@ def start(engine: Engine, lengths: tuple[int, ...]) -> None:
     for i, prompt in enumerate(prompts(*lengths)):
         engine.add_request(prompt, SamplingParams(temperature=0.0 if i % 2 == 0 else 0.8, seed=i, max_tokens=1100))
     with torch.inference_mode():
-        engine._admit()
+        begin_requests(engine)
 
 
 def snapshot(engine: Engine) -> dict[str, torch.Tensor]:

@@ -15,7 +15,7 @@ from eagle_engine import EagleConfig, Engine, SamplingParams
 from eagle_engine.step import PhaseTimer, run_step
 from eagle_kernels import HeadTopK
 from helpers import assert_exact
-from tiny_engines import bigram_drafter, random_drafter, random_eagle3, rows_weights, tiny_target
+from tiny_engines import begin_requests, bigram_drafter, random_drafter, random_eagle3, rows_weights, tiny_target
 from tiny_targets import random_tokens
 
 from eagle_engine.target import TargetModel
@@ -72,8 +72,8 @@ def steps_with_logits(engine: Engine, prompt: list[int], params: SamplingParams)
 
     request_id = engine.add_request(prompt, params)
     with torch.inference_mode():
-        engine._admit()
-        request = engine._running[0]
+        begin_requests(engine)
+        request = engine.scheduler.running[0]
         assert request.request_id == request_id
         target.logits = logits
         try:
@@ -82,7 +82,7 @@ def steps_with_logits(engine: Engine, prompt: list[int], params: SamplingParams)
                 accepted = run_step(engine.models, engine.state, 1, PhaseTimer())
                 for i in range(int(accepted.num_accepted_drafts[0]) + 1):
                     recorded[start + i] = rows["last"][int(accepted.accepted_nodes[0, i])].clone()
-                engine._deliver([request], engine.state.output_ring[:1])
+                request.receive(engine.state.output_ring[0].tolist())
         finally:
             del target.logits
     return request.token_ids, recorded, request.output().stats.acceptance_length

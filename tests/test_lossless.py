@@ -7,7 +7,7 @@ import torch
 from eagle_engine import SamplingParams
 from eagle_engine.step import PhaseTimer, draft, rerank, run_step, verify
 from helpers import assert_exact
-from tiny_engines import DRAFTERS, TREES, bigram_drafter, make_engine, oracle_drafter, plain_tokens, random_drafter, tiny_target
+from tiny_engines import DRAFTERS, TREES, begin_requests, bigram_drafter, make_engine, oracle_drafter, plain_tokens, random_drafter, tiny_target
 from tiny_targets import CASES, random_tokens
 
 SAMPLING = {
@@ -62,7 +62,7 @@ def test_tree_logits_are_those_of_plain_decoding_bit_for_bit(tree, dtype):
 def record_logits(engine, prompt, params) -> dict[int, torch.Tensor]:
     """Position of a committed token -> the target's logits after it."""
     engine.add_request(prompt, params)
-    engine._admit()
+    begin_requests(engine)
     rows, recorded = {}, {}
     target = engine.models.target
     original = target.logits
@@ -73,14 +73,16 @@ def record_logits(engine, prompt, params) -> dict[int, torch.Tensor]:
 
     target.logits = logits
     try:
-        while engine._running:
+        while engine.scheduler.running:
             start = int(engine.state.seq_lens[0])
             accepted = run_step(engine.models, engine.state, 1, PhaseTimer())
             for i in range(int(accepted.num_accepted_drafts[0]) + 1):
                 recorded[start + i] = rows["last"][int(accepted.accepted_nodes[0, i])].clone()
             count = int(engine.state.num_pending[0])
-            engine._running[0].append(engine.state.pending_tokens[0, :count].tolist())
-            engine._retire_finished()
+            request = engine.scheduler.running[0]
+            request.append(engine.state.pending_tokens[0, :count].tolist())
+            if request.finished:
+                engine.scheduler.retire(request)
     finally:
         del target.logits
     return recorded
@@ -213,7 +215,7 @@ def test_more_nodes_never_lower_the_accepted_length():
             drafter = oracle_drafter(target, text, ranks=[0, 1, 0, 2, 1, 0, 0])
             engine = make_engine(target, drafter, tree="dynamic", top_k=3, max_depth=4, num_nodes=num_nodes)
             engine.add_request(text[:length], params)
-            engine._admit()
+            begin_requests(engine)
             accepted.append(int(run_step(engine.models, engine.state, 1, PhaseTimer()).num_accepted_drafts[0]))
         assert accepted == sorted(accepted)
         increased += accepted[-1] > accepted[1]
@@ -229,7 +231,7 @@ def test_draft_logits_of_a_node_are_those_of_its_root_path(tree, kind):
     engine = make_engine(target, drafter, **TREES[tree])
     prompt = random_tokens(27, 19)
     engine.add_request(prompt, SamplingParams(temperature=0.0, max_tokens=8))
-    engine._admit()
+    begin_requests(engine)
     seen = []
     original = drafter.forward
 
@@ -282,7 +284,7 @@ def test_drafter_cache_after_any_step_is_that_of_a_fresh_prefill(tree, kind):
     drafter = oracle_drafter(target, text, ranks=[0, 1, 0, 0, 2, 0, 5], drafter=DRAFTERS[kind](target))
     engine = make_engine(target, drafter, **TREES[tree])
     engine.add_request(prompt, params)
-    engine._admit()
+    begin_requests(engine)
     lengths = set()
     for _ in range(8):
         with torch.inference_mode():
@@ -293,7 +295,7 @@ def test_drafter_cache_after_any_step_is_that_of_a_fresh_prefill(tree, kind):
             draft(engine.models, engine.state, 1)
         fresh = make_engine(target, drafter, **TREES[tree])
         fresh.add_request(text[:seq_len], params)
-        fresh._admit()
+        begin_requests(fresh)
         with torch.inference_mode():
             draft(fresh.models, fresh.state, 1)
         assert_exact(committed_rows(engine, seq_len), committed_rows(fresh, seq_len))
@@ -312,14 +314,14 @@ def test_target_cache_after_any_step_is_that_of_a_fresh_prefill():
     text = prompt + plain_tokens(target, prompt, params)
     engine = make_engine(target, oracle_drafter(target, text, ranks=[1, 0, 2]), top_k=3, max_depth=4, num_nodes=20)
     engine.add_request(prompt, params)
-    engine._admit()
+    begin_requests(engine)
     for _ in range(6):
         with torch.inference_mode():
             run_step(engine.models, engine.state, 1, PhaseTimer())
         seq_len = int(engine.state.seq_lens[0])
         fresh = make_engine(target, None)
         fresh.add_request(text[:seq_len], params)
-        fresh._admit()
+        begin_requests(fresh)
         rows = [e.state.target_cache[:, :, e.state.page_table[0].long()].flatten(2, 3)[:, :, :seq_len] for e in (engine, fresh)]
         assert_exact(rows[0].contiguous(), rows[1].contiguous())
 
@@ -329,7 +331,7 @@ def test_a_broken_mask_is_noticed():
     target = tiny_target("llama")
     engine = make_engine(target, random_drafter(target), enforce_eager=True, **TREES["dynamic"])
     engine.add_request(random_tokens(30, 9), SamplingParams(temperature=0.0, max_tokens=8))
-    engine._admit()
+    begin_requests(engine)
     state, models = engine.state, engine.models
     with torch.inference_mode():
         pool, _ = draft(models, state, 1)

@@ -9,7 +9,7 @@ from eagle_engine import EagleError, SamplingParams
 from eagle_engine.observation import ObservedTree, chosen_candidates
 from eagle_kernels import DraftPool, rerank
 from test_step_graphs import graphed
-from tiny_engines import DRAFTERS, TREES, bigram_drafter, make_engine, plain_tokens, random_drafter, tiny_target
+from tiny_engines import DRAFTERS, TREES, begin_requests, bigram_drafter, make_engine, plain_tokens, random_drafter, tiny_target
 from tiny_targets import VOCAB_SIZE, random_tokens
 
 SAMPLING = {"greedy": dict(temperature=0.0), "sampled": dict(temperature=0.8, top_p=0.95, seed=7)}
@@ -88,7 +88,7 @@ def test_scores_are_those_of_a_plain_run_of_the_drafter(tree, kind):
     engine = make_engine(target, drafter, **TREES[tree])
     for seed, length in ((11, 19), (12, 4)):
         engine.add_request(random_tokens(seed, length), SamplingParams(temperature=0.0, max_tokens=20))
-    engine._admit()
+    begin_requests(engine)
     checked = 0
     for _ in range(3):
         names = ("page_table", "seq_lens", "num_pending", "pending_tokens", "pending_features", "draft_cache")

@@ -10,12 +10,13 @@ import pytest
 import torch
 from eagle_engine import EagleConfig, Engine, SamplingParams
 from eagle_engine.graphs import batch_buckets
-from eagle_engine.step import PhaseTimer, prefill, run_step
+from eagle_engine.prefill import prefill_piece
+from eagle_engine.step import PhaseTimer, run_step
 from torch.utils._python_dispatch import TorchDispatchMode
 from eagle_engine.drafter import Drafter
 from eagle_engine.drafter_format import parse_drafter_config
 from eagle_engine.target import TargetModel
-from tiny_engines import TREES, bigram_drafter, drafter_config, eagle3_config, make_engine, oracle_drafter, plain_tokens, random_drafter, rows_weights, tiny_target
+from tiny_engines import TREES, begin_requests, bigram_drafter, drafter_config, eagle3_config, make_engine, oracle_drafter, plain_tokens, random_drafter, rows_weights, tiny_target
 from tiny_targets import CASES, random_tokens
 
 
@@ -114,11 +115,11 @@ def test_prefill_runs_once_short_and_once_long_before_the_first_request(monkeypa
     """So that its kernels are compiled then; what it leaves behind is cleared."""
     lengths = []
 
-    def noted(models, state, slot, prompt, chunk, timer) -> None:
-        lengths.append(len(prompt))
-        prefill(models, state, slot, prompt, chunk, timer)
+    def noted(models, state, page_table, token_ids, start, stop):
+        lengths.append(stop - start)
+        return prefill_piece(models, state, page_table, token_ids, start, stop)
 
-    monkeypatch.setattr("eagle_engine.engine.prefill", noted)
+    monkeypatch.setattr("eagle_engine.engine.prefill_piece", noted)
     target = tiny_target("llama")
     engine, _ = graphed(target, random_drafter(target), prefill_chunk=64, **TREES["dynamic"])
     assert sorted(lengths) == [1, 64]
@@ -170,9 +171,9 @@ def test_dummy_slots_write_to_the_last_page_alone() -> None:
         prompts = [random_tokens(seed, 5) for seed in seeds]
         ids = [engine.add_request(prompt, params) for prompt in prompts]
         with torch.inference_mode():
-            engine._admit()
-        free = list(engine.pages._free)
-        assert len(engine._running) == len(seeds) and len(free) > 0
+            begin_requests(engine)
+        free = list(engine.pages._free)  # those that nobody has ever taken or that are not worth keeping
+        assert len(engine.scheduler.running) == len(seeds) and len(free) > 0
         for cache in (engine.state.target_cache, engine.state.draft_cache):
             cache[:, :, free] = 7.25
         outputs = {}

@@ -118,6 +118,10 @@ class KnowingDrafter:
         out[..., 0], out[..., 1] = token_ids, position_ids + 1
         return out
 
+    def store(self, token_ids, features, position_ids, cache, seq_lens, page_table) -> None:
+        if self.drafter is not None:
+            self.drafter.store(token_ids, features, position_ids, cache, seq_lens, page_table)
+
     def head_topk(self, features: Tensor, top_k: int) -> HeadTopK:
         return logits_topk(self.logits(features), top_k)
 
@@ -155,6 +159,18 @@ def bigram_drafter(target: TargetModel, texts: list[list[int]], drafter: Drafter
 def make_engine(target: TargetModel, drafter, tokenizer=None, *, eos: tuple[int, ...] = (), **options) -> Engine:
     options = {"max_model_len": 200, "max_batch_size": 4, "page_size": 4} | options
     return Engine(target, drafter, tokenizer, EagleConfig(**options), eos_token_ids=eos)
+
+
+@torch.inference_mode()
+def begin_requests(engine: Engine) -> None:
+    """Prefill what has been added, up to where the next step would run, and take pages for as many steps as a test may run by itself."""
+    while engine.scheduler.prefill() or engine.scheduler.prefilling is not None:
+        pass
+    if not engine.captures_steps:
+        engine._deliver(list(engine.scheduler.running), engine.state.output_ring[: len(engine.scheduler.running)])
+    for request in engine.scheduler.running:
+        longest = engine.pages.pages_for(len(request.prompt_ids) + request.limit + engine.scheduler._step_rows)
+        engine.scheduler._grow(request, longest - len(request.pages))
 
 
 def plain_tokens(target: TargetModel, prompt: list[int], params: SamplingParams, **options) -> list[int]:

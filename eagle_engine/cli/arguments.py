@@ -56,6 +56,7 @@ def build_parser() -> argparse.ArgumentParser:
     _models(sub)
     _tree(sub)
     _sampling(sub, max_tokens=256)
+    _answers(sub)
 
     sub = command("chat", "talk with the model", "A conversation. /reset forgets it, /exit or end of input leaves; Ctrl-C stops an answer.")
     sub.add_argument("--system", metavar="TEXT", help="system message")
@@ -196,6 +197,21 @@ def _sampling(sub: argparse.ArgumentParser, max_tokens: int, seed: str = "a fres
     group.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end the answer before this text; may be given several times")
     group.add_argument("--stop-token-id", action="append", type=int, default=[], metavar="ID", help="end the answer at this token; may be given several times")
     group.add_argument("--ignore-eos", action="store_true", help="go on after the model's end tokens")
+
+
+def _answers(sub: argparse.ArgumentParser) -> None:
+    """What `generate` has of sampling parameters beyond those of every command."""
+    group = sub.add_argument_group("form and number of the answers")
+    group.add_argument("--n", type=int, default=1, metavar="N", help="answers to each prompt, the next one with the next seed (default: %(default)s)")
+    group.add_argument("--repetition-penalty", type=float, default=1.0, metavar="R", help="logits of tokens that the prompt or the answer has: divided by R above 0, multiplied below; 1: off (default)")
+    group.add_argument("--presence-penalty", type=float, default=0.0, metavar="P", help="taken from the logits of tokens that the answer has, -2 to 2; 0: off (default)")
+    group.add_argument("--frequency-penalty", type=float, default=0.0, metavar="P", help="taken from them for each time that the answer has them, -2 to 2; 0: off (default)")
+    group.add_argument("--min-tokens", type=int, default=0, metavar="N", help="no end before so many tokens (default: %(default)s)")
+    form = group.add_mutually_exclusive_group()
+    form.add_argument("--json-schema", metavar="FILE", help="the answer is JSON of this schema")
+    form.add_argument("--regex", metavar="REGEX", help="the answer matches this regular expression as a whole")
+    form.add_argument("--grammar", metavar="FILE", help="the answer is of this grammar: Lark (start: ...) or GBNF (root ::= ...)")
+    group.add_argument("--logprobs", type=int, metavar="N", help="with --json: the log-probability of each token and of the N most likely ones, 0 to 20")
 
 
 def _train(sub: argparse.ArgumentParser) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from eagle_engine.config import STATIC_CHOICES, EagleConfig
 from eagle_engine.errors import EagleError
 from eagle_engine.evaluation import EvalPrompt, load_prompts
-from eagle_engine.sampling_params import SamplingParams
+from eagle_engine.sampling_params import SamplingParams, StructuredOutputs
 
 
 def show_progress() -> bool:
@@ -39,7 +39,22 @@ def sampling_params(args: argparse.Namespace, default_seed: int | None = None) -
         stop=args.stop,
         stop_token_ids=args.stop_token_id,
         ignore_eos=args.ignore_eos,
+        structured_outputs=_structured_outputs(args),
+        **{name: getattr(args, name) for name in ("n", "repetition_penalty", "presence_penalty", "frequency_penalty", "min_tokens", "logprobs") if hasattr(args, name)},
     )
+
+
+def _structured_outputs(args: argparse.Namespace) -> StructuredOutputs | None:
+    """What --json-schema, --regex or --grammar asks for, on commands that have them."""
+    for option, field in (("json_schema", "json"), ("grammar", "grammar")):
+        file = getattr(args, option, None)
+        if file is not None:
+            try:
+                text = Path(file).expanduser().read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError) as error:
+                raise EagleError(f"--{option.replace('_', '-')} {file}: {getattr(error, 'strerror', None) or error}") from error
+            return StructuredOutputs(**{field: text})
+    return StructuredOutputs(regex=args.regex) if getattr(args, "regex", None) is not None else None
 
 
 def load_engine(args: argparse.Namespace):

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import textwrap
 import time
-from dataclasses import asdict
 
 from eagle_engine.cli.common import describe_models, describe_sampling, encode_turns, load_engine, note, print_json, sampling_params
+from eagle_engine.cli.output_json import output_as_json
 from eagle_engine.errors import EagleError
 from eagle_engine.outputs import RequestOutput
 from eagle_engine.sampling_params import SamplingParams
@@ -31,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
     same = plain.token_ids == speculative.token_ids and plain.text == speculative.text
     speedup = speculative.stats.tokens_per_second / plain.stats.tokens_per_second
     if args.json:
-        print_json({"same_tokens": same, "speedup": speedup, "prompt": args.prompt, "plain": asdict(plain), "speculative": asdict(speculative)})
+        print_json({"same_tokens": same, "speedup": speedup, "prompt": args.prompt, "plain": output_as_json(plain), "speculative": output_as_json(speculative)})
         return 0 if same else 1
     print(f"\n{describe_models(args, engine)}; {describe_sampling(params)}")
     print(f"\nprompt: {args.prompt}\n")

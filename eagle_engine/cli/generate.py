@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 from eagle_engine.cli.common import encode_turns, load_engine, note, print_json, prompt_set, sampling_params, show_progress
+from eagle_engine.cli.output_json import output_as_json
 from eagle_engine.errors import EagleError
 from eagle_engine.outputs import RequestOutput, RequestStats
 from eagle_engine.sampling_params import SamplingParams
@@ -15,10 +16,12 @@ from eagle_engine.sampling_params import SamplingParams
 
 def run(args: argparse.Namespace) -> int:
     params = sampling_params(args)
+    if params.logprobs is not None and not args.json:
+        raise EagleError("--logprobs: they are part of --json output; add --json")
     names, texts = _prompts(args)
     engine = load_engine(args)
     encoded = [encode_turns(engine, [text], raw=args.raw, system=args.system) for text in texts]
-    if len(texts) == 1 and not args.json:
+    if len(texts) == 1 and params.n == 1 and not args.json:
         _stream(engine, encoded[0], params)
         return 0
     started = time.perf_counter()
@@ -26,14 +29,15 @@ def run(args: argparse.Namespace) -> int:
     seconds = time.perf_counter() - started
     outputs = [replace(output, prompt=text) for output, text in zip(outputs, texts)]
     if args.json:
-        print_json({"outputs": [{"id": name} | asdict(output) for name, output in zip(names, outputs)], "seconds": seconds})
+        print_json({"outputs": [{"id": name} | output_as_json(output) for name, output in zip(names, outputs)], "seconds": seconds})
     else:
         for name, output in zip(names, outputs):
-            print(f"=== {name}\n{output.text}\n")
+            for answer in output.outputs:
+                print(f"=== {name}{f', answer {answer.index + 1}' if params.n > 1 else ''}\n{answer.text}\n")
         sys.stdout.flush()
-    failed = [(name, output) for name, output in zip(names, outputs) if output.finish_reason == "error"]
-    for name, output in failed:
-        note(f"eagle: error: prompt {name}: {output.error}")
+    failed = [(name, answer) for name, output in zip(names, outputs) for answer in output.outputs if answer.finish_reason == "error"]
+    for name, answer in failed:
+        note(f"eagle: error: prompt {name}: {answer.error}")
     note(summary(outputs, seconds))
     return 2 if failed else 0
 
@@ -72,7 +76,7 @@ def _stream(engine, prompt: list[int], params: SamplingParams) -> None:
 
 def summary(outputs: list[RequestOutput], seconds: float) -> str:
     """tokens, tokens per second, acceptance length over all answers."""
-    answered = [output for output in outputs if output.token_ids]
+    answered = [answer for output in outputs for answer in output.outputs if answer.token_ids]
     tokens = sum(len(output.token_ids) for output in answered)
     return _line(tokens, seconds, sum(output.stats.steps for output in answered), tokens - len(answered))
 
