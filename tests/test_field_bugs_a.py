@@ -191,6 +191,28 @@ def test_a25_a_nodes_position_follows_its_own_depth():
             assert int(tree.tokens[0, tree.parent[0, node]]) == (99 if parent < 0 else parent)
 
 
+@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize("shared", [7, 8, 9, 15, 16, 17])
+def test_a33_a_page_that_is_used_again_holds_no_pair_of_another_next_token(kind, shared):
+    """Two prompts that part at, before or behind the edge of a page of 8: the second drafts as in an engine that has seen nothing, since the drafter's row i is made of token i + 1."""
+    target = tiny_target("llama", **FEW)
+    drafter, params = make_drafter(target, CONFIGS[kind](target)), SamplingParams(**GREEDY, max_tokens=5)
+    first = few_tokens(175, 30)
+    second = first[:shared] + [(first[shared] + 1) % FEW["vocab_size"]] + few_tokens(176, 4)
+    warm, cold = (make_engine(target, drafter, page_size=8, **BUSHY) for _ in range(2))
+    warm.generate(first, params)
+    trees = []
+    for engine in (warm, cold):
+        recorder = TreeRecorder()
+        with engine.observing(recorder):
+            output = engine.generate(second, params)[0]
+        assert output.token_ids == plain_tokens(target, second, params)
+        trees.append(recorder.trees[output.request_id])
+        found = output.stats.num_cached_tokens
+        assert found == ((shared - 1) // 8 * 8 if engine is warm else 0)
+    assert trees[0] == trees[1]
+
+
 def test_a35_without_top_p_nothing_is_sorted():
     """A row of a real vocabulary costs many times less when top_p is off; measured 30 to 40 times."""
     logits, seconds = torch.randn(4, 64000), {}

@@ -105,17 +105,20 @@ def test_b22_slots_that_fill_up_a_captured_batch_write_to_the_spare_page_alone(k
     drafter = random_drafter(target) if kind == "eagle-1" else random_eagle3(target)
     engine, _ = graphed(target, drafter, max_model_len=80, num_pages=80, **WIDE)
     prompts, params = [random_tokens(510 + i, 7 + 9 * i) for i in range(3)], SamplingParams(**GREEDY, max_tokens=20)
-    ids = [engine.add_request(prompt, params) for prompt in prompts]
-    outputs = {output.request_id: output for output in engine.step()}
-    owned = set(engine.state.page_table.flatten().tolist())
-    nobody = [page for page in range(80) if page not in owned]
-    assert len(nobody) > 10 and 80 in owned
-    caches = [engine.state.target_cache, engine.state.draft_cache]
+    caches, taken, take = [engine.state.target_cache, engine.state.draft_cache], set(), engine.pages.take
     for cache in caches:
-        cache[:, :, nobody] = float("nan")
-    while engine.has_unfinished():
-        outputs |= {output.request_id: output for output in engine.step()}
-    assert [outputs[i].token_ids for i in ids] == [plain_tokens(target, prompt, params) for prompt in prompts]
+        cache[:, :, :80] = float("nan")
+
+    def noted(count: int) -> list[int]:
+        pages = take(count)
+        taken.update(pages)
+        return pages
+
+    engine.pages.take = noted
+    outputs = engine.generate(prompts, params)
+    assert [output.token_ids for output in outputs] == [plain_tokens(target, prompt, params) for prompt in prompts]
+    nobody = sorted(set(range(80)) - taken)
+    assert len(nobody) > 10
     assert all(cache[:, :, nobody].isnan().all() for cache in caches)
 
 
