@@ -66,7 +66,7 @@ class Engine:
             check_device(device)
             head_dims = {"target": target.config.head_dim} | ({"drafter": drafter.config.layer.head_dim} if drafter is not None else {})
             check_limits(config, head_dims, drafter.vocab_size if drafter is not None else 0)
-        self.models = Models(target, drafter, shape, config.acceptance == "rejection", config.filter_order)
+        self.models = Models(target, drafter if shape.levels else None, shape, config.acceptance == "rejection", config.filter_order)
         if graph_api is None and device.type == "cuda" and not config.enforce_eager:
             graph_api = CudaGraphs()
         self.max_model_len = config.max_model_len or default_max_model_len(target.config.max_position_embeddings)

@@ -40,6 +40,7 @@ class PhaseTimer:
 class Models(NamedTuple):
     """What a step runs.
 
+    drafter       None: every step is plain decoding; without levels in the shape this one is, and what the drafter misses is kept for it
     rejection     acceptance rule: speculative sampling on drawn drafts instead of sample-exact
     filter_order  "hf" or "vllm"
     graphs        recorded forwards; None: eager
