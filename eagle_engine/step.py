@@ -15,6 +15,7 @@ from eagle_engine.logits_processing import LogitsProcessor, record_logprobs, sam
 from eagle_engine.observation import ObservedTree, observed_trees
 from eagle_engine.state import DecodeState
 from eagle_engine.target import TargetModel
+from eagle_engine.tree_gains import measure_gains
 from eagle_engine.tree_shape import TreeShape
 from eagle_kernels import Accepted, DraftPool, Frontier, Tree, accept, accept_rejection, advance, compact, draw_children, expand_topk, filter_probs, rerank, sample
 
@@ -44,6 +45,7 @@ class Models(NamedTuple):
     rejection     acceptance rule: speculative sampling on drawn drafts instead of sample-exact
     filter_order  "hf" or "vllm"
     graphs        recorded forwards; None: eager
+    sizes         shapes with drafts that later steps may have, whose gains a step measures; (): nobody asks
     """
 
     target: TargetModel
@@ -52,6 +54,7 @@ class Models(NamedTuple):
     rejection: bool
     filter_order: str
     graphs: VerifyGraphs | None = None
+    sizes: tuple[TreeShape, ...] = ()
 
     @property
     def captured_layers(self) -> tuple[int, ...]:
@@ -71,6 +74,8 @@ def run_step(
     timer.start()
     if models.shape.levels:
         pool, draft_probs = draft(models, state, batch)
+        if models.sizes:
+            measure_gains(pool, models.shape, models.sizes, state.gains[:batch])
     else:
         pool, draft_probs = state.pool(batch, models.shape.pool_size), None
     tree = rerank(pool, state.root_tokens[:batch], state.seq_lens[:batch], models.shape.num_nodes, choices=models.shape.node_choices)

@@ -158,7 +158,7 @@ def test_b28_the_padding_of_a_vocabulary_is_never_drawn_or_drafted():
     embedding[:, 0], head[:, 0] = 300.0, -50.0
     target.embedding, target.head = pack_weight(embedding), pack_weight(head)
     seen, original = [], target.logits
-    target.logits = lambda features: seen.append(original(features)) or seen[-1]
+    target.logits = lambda features, out=None: seen.append(original(features, out).clone()) or seen[-1]
     expected = plain_tokens(target, prompt, params, enforce_eager=True)
     drafter = oracle_drafter(target, prompt + expected, ranks=[0, 1, 0])
     assert make_engine(target, drafter, enforce_eager=True, **TREES["dynamic-wide"]).generate(prompt, params)[0].token_ids == expected

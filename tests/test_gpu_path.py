@@ -66,8 +66,8 @@ def steps_with_logits(engine: Engine, prompt: list[int], params: SamplingParams)
     rows, recorded = {}, {}
     target, original = engine.models.target, engine.models.target.logits
 
-    def logits(features: torch.Tensor) -> torch.Tensor:
-        rows["last"] = original(features)
+    def logits(features: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        rows["last"] = original(features, out)
         return rows["last"]
 
     request_id = engine.add_request(prompt, params)
