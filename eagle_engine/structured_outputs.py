@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable
 
 import torch
@@ -14,6 +15,8 @@ from eagle_engine.sampling_params import StructuredOutputs
 from eagle_engine.tokenizer import Tokenizer
 
 MAX_COMPILED = 32  # grammars that are kept, those used last
+# Where a grammar leaves one text only, llguidance would allow it in one way of cutting it into tokens only: that of the tokenizer, which differs with what stands before.
+NO_FORCING = '\n%llguidance {"no_forcing": true}'
 
 
 class Grammars:
@@ -37,7 +40,8 @@ class Grammars:
             raise EagleError("structured_outputs need a tokenizer, and this engine has none")
         if self._vocabulary is None:
             self._vocabulary = self._describe_vocabulary()
-        name, grammar = _grammar(wanted)
+        name, lark = _lark(wanted)
+        grammar = llguidance.LLMatcher.grammar_from_lark(lark + NO_FORCING)
         matcher = self._compiled.pop(grammar, None) or llguidance.LLMatcher(self._vocabulary, grammar)
         if matcher.is_error():
             raise EagleError(f"structured_outputs: {name}: {_one_line(matcher.get_error())}")
@@ -56,7 +60,7 @@ class Grammars:
         ends = self._end_token_ids or [self._vocab_size]
         if not self._end_token_ids:
             tokens.append(b"<end>")
-        described = _Vocabulary(tokens, sorted(special | set(ends)), ends[0], self._tokenizer)
+        described = _Vocabulary(tokens, sorted(special | set(ends)), ends[0])
         return llguidance.LLTokenizer(llguidance.TokenizerWrapper(described), n_vocab=len(tokens), eos_token=ends)
 
 
@@ -65,12 +69,11 @@ class _Vocabulary:
 
     bos_token_id = None
 
-    def __init__(self, tokens: list[bytes], special_token_ids: list[int], eos_token_id: int, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokens: list[bytes], special_token_ids: list[int], eos_token_id: int) -> None:
         self.tokens, self.special_token_ids, self.eos_token_id = tokens, special_token_ids, eos_token_id
-        self._tokenizer = tokenizer
 
     def __call__(self, text: bytes | str) -> list[int]:
-        return self._tokenizer.encode(text.decode("utf-8", errors="replace") if isinstance(text, bytes) else text, add_special_tokens=False)
+        raise AssertionError(f"no grammar is to cut a text into tokens: {text!r}")  # see NO_FORCING
 
 
 class GrammarState:
@@ -201,22 +204,26 @@ def byte_of_character() -> dict[str, int]:
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
-def _grammar(wanted: StructuredOutputs) -> tuple[str, str]:
-    """Which of the four it is, and llguidance's form of it."""
+def _lark(wanted: StructuredOutputs) -> tuple[str, str]:
+    """Which of the four it is, and a grammar in Lark's notation for it."""
     import llguidance
+    from llguidance.gbnf_to_lark import any_to_lark
 
-    matcher = llguidance.LLMatcher
     if wanted.json is not None:
-        return "json", matcher.grammar_from_json_schema(wanted.json, defaults={"whitespace_flexible": True})
-    if wanted.regex is not None:
-        return "regex", matcher.grammar_from_regex(wanted.regex)
+        schema = json.loads(wanted.json) if isinstance(wanted.json, str) else wanted.json
+        if isinstance(schema, bool):
+            schema = {} if schema else {"not": {}}
+        return "json", "start: %json " + json.dumps(schema, ensure_ascii=False)
     if wanted.choice is not None:
-        return "choice", matcher.grammar_from_lark("start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in wanted.choice))
+        return "choice", "start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in wanted.choice)
+    if wanted.regex is not None:
+        return "regex", f"start: /{llguidance.regex_to_lark(wanted.regex, '')}/"
     try:
-        return "grammar", llguidance.grammar_from("grammar", wanted.grammar)
-    except ValueError as error:
+        return "grammar", any_to_lark(wanted.grammar)
+    except Exception as error:  # GbnfToLarkError and plain Exception
         raise EagleError(f"structured_outputs: grammar: {_one_line(str(error))}") from error
 
 
 def _one_line(message: str) -> str:
-    return " ".join(message.split("<state>")[0].split())
+    """Of llguidance's messages what is wrong and where, without the grammar around it and without the state of its parser."""
+    return " ".join(re.split(r"\n\s*\d+ \| |<state>", message)[0].split())
