@@ -15,6 +15,7 @@ from eagle_engine.sampling_params import StructuredOutputs
 from eagle_engine.tokenizer import Tokenizer
 
 MAX_COMPILED = 32  # grammars that are kept, those used last
+DEAD_END = "NoExtensionBias"  # llguidance's word
 # Where a grammar leaves one text only, llguidance would allow it in one way of cutting it into tokens only: that of the tokenizer, which differs with what stands before.
 NO_FORCING = '\n%llguidance {"no_forcing": true}'
 
@@ -83,7 +84,7 @@ class GrammarState:
         self._start, self._matcher = matcher, matcher.deep_copy()
         self._vocab_size, self._end_token_ids = vocab_size, frozenset(end_token_ids)
         self._taken: list[int] = []
-        self.failure: str | None = None  # the grammar has outgrown llguidance's limits: nothing is allowed any more
+        self._failure: str | None = None
         self._has_end = bool(end_token_ids)
 
     def take(self, token_ids: list[int]) -> None:
@@ -91,9 +92,15 @@ class GrammarState:
         for token in token_ids:
             if token in self._end_token_ids:
                 continue  # nothing follows it
-            if self.failure is None and self._matcher.try_consume_tokens([token]) != 1:
-                self.failure = _one_line(self._matcher.get_error()) or f"it does not take token {token}"
+            if self._failure is None and self._matcher.try_consume_tokens([token]) != 1:
+                self._failure = _one_line(self._matcher.get_error()) or f"it does not take token {token}"
             self._taken.append(token)
+
+    @property
+    def failure(self) -> str | None:
+        """Why nothing is allowed, if it is not that no token continues the text: the grammar has outgrown llguidance's limits."""
+        message = self._failure or _one_line(self._matcher.get_error())
+        return None if message in ("", DEAD_END) else message
 
     def is_complete(self) -> bool:
         """For a model without an end token: whether the text so far is one of the grammar and nothing may follow."""
@@ -139,20 +146,12 @@ class GrammarState:
         """Bit t % 32 of word t // 32: token t may follow. int32; none when the grammar has come to a dead end."""
         words = torch.zeros(-(-self._num_tokens // 32), dtype=torch.int32)
         self._matcher.unsafe_compute_mask_ptr(words.data_ptr(), words.nbytes)
-        if self.failure is not None or self._matcher.is_error():
+        if self._failure is not None or self._matcher.is_error():
             return words.zero_()
-        used = words.nonzero()[:, 0].tolist()
-        bits = int(words[used[0]]) & 0xFFFFFFFF if len(used) == 1 else 0
-        if bits.bit_count() == 1:
-            # llguidance has no mask without tokens: at a dead end one is there that cannot be taken.
-            token = 32 * used[0] + bits.bit_length() - 1
-            ends = token in self._end_token_ids or token == self._vocab_size
-            if not (self._matcher.is_accepting() if ends else self._matcher.validate_tokens([token]) == 1):
-                words.zero_()
         return words
 
     def _rebuild(self, tokens: list[int], parent: list[int], node: int) -> None:
-        """A matcher that has failed (a grammar too complex for its limits) stays failed: put another one in its place, at the same node."""
+        """A matcher that has come to a dead end, or failed at llguidance's limits, stays there: put another one in its place, at the same node."""
         path = []
         while node > 0:
             path.append(tokens[node])
@@ -172,10 +171,10 @@ def token_bytes(backend: Backend, vocab_size: int) -> list[bytes]:
     decoder = json.loads(backend.to_str())["decoder"] or {"type": "Fuse"}
     parts = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
     kinds = {part["type"] for part in parts}
-    unknown = kinds - {"ByteLevel", "ByteFallback", "Metaspace", "Replace", "Fuse", "Strip"}
+    unknown = kinds - {"ByteLevel", "ByteFallback", "Metaspace", "Replace", "Fuse", "Strip"} | {"Replace with a regex" for part in parts if part["type"] == "Replace" and "String" not in part["pattern"]}
     if unknown:
         raise EagleError(f"structured_outputs: this tokenizer's decoder has a part that they do not know: {', '.join(sorted(unknown))}")
-    replaced = [(part["pattern"].get("String"), part["content"]) for part in parts if part["type"] == "Replace"] + [(part["replacement"], " ") for part in parts if part["type"] == "Metaspace"]
+    replaced = [(part["pattern"]["String"], part["content"]) for part in parts if part["type"] == "Replace"] + [(part["replacement"], " ") for part in parts if part["type"] == "Metaspace"]
     added = {token: entry.content for token, entry in backend.get_added_tokens_decoder().items()}
     to_byte = byte_of_character() if "ByteLevel" in kinds else None
 
@@ -190,8 +189,7 @@ def token_bytes(backend: Backend, vocab_size: int) -> list[bytes]:
         if "ByteFallback" in kinds and len(text) == 6 and text.startswith("<0x") and text.endswith(">"):
             return bytes.fromhex(text[3:5])
         for pattern, content in replaced:
-            if pattern is not None:
-                text = text.replace(pattern, content)
+            text = text.replace(pattern, content)
         return text.encode()
 
     return [of(token) for token in range(vocab_size)]

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from tiny_engines import TREES, bigram_drafter, make_engine, oracle_drafter, random_drafter, tiny_target
 from tiny_targets import VOCAB_SIZE, random_tokens
 from tiny_tokenizers import EOS, json_tokenizer
+from tokenizers import Regex, decoders, models
 from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models
 from tokenizers.pre_tokenizers import ByteLevel
 
 PROMPT = random_tokens(40, 8)
@@ -280,9 +280,10 @@ def test_the_vocabulary_as_bytes():
     assert token_bytes(backend, 4) == [b" a", b"\n", "é".encode(), b"a b"]
     backend.decoder = decoders.Metaspace()
     assert token_bytes(backend, 4) == [b" a", b"<0x0A>", "é".encode(), b"a b"]
-    backend.decoder = decoders.CTC()
-    with pytest.raises(EagleError, match="CTC"):
-        token_bytes(backend, 4)
+    for decoder, name in ((decoders.CTC(), "CTC"), (decoders.Replace(Regex("▁+"), " "), "Replace with a regex")):
+        backend.decoder = decoder
+        with pytest.raises(EagleError, match=name):
+            token_bytes(backend, 4)
     characters = byte_of_character()
     assert sorted(characters.values()) == list(range(256)) and set(characters) == set(ByteLevel.alphabet())
 
