@@ -4,6 +4,7 @@ import json
 import math
 from functools import cache
 
+import eagle_engine.token_logprobs
 import pytest
 import torch
 from eagle_engine import CompletionOutput, EagleError, Logprob, RequestOutput, SamplingParams
@@ -11,6 +12,7 @@ from eagle_engine.cli.output_json import output_as_json
 from eagle_engine.logits_processing import make_processor
 from eagle_engine.structured_outputs import Grammars
 from eagle_engine.token_logprobs import PIECE, prompt_logprobs, token_logprobs
+from eagle_kernels import reference
 from tiny_engines import TREES, bigram_drafter, make_engine, oracle_drafter, random_drafter, tiny_target
 from tiny_targets import VOCAB_SIZE, empty_cache, hf_logits, prefill, random_tokens, save_directory
 from tiny_tokenizers import EOS, character_tokenizer
@@ -246,3 +248,16 @@ def test_what_is_computed_again_is_not_told_twice():
     processor.update([4, 5])
     processor.record(rows[2:5], [6, 7, -1])
     assert processor.logprobs == token_logprobs(rows[:4], [4, 5, 6, 7], 1, None)
+
+
+def test_tiles_of_the_vocabulary_are_merged(monkeypatch):
+    """As on CUDA, where the statistics come per tile, the last of them shorter than the number of alternatives."""
+    logits = 5 * torch.randn(6, VOCAB_SIZE)
+    logits[0, :16], logits[1, 3:40], logits[2, 30:] = -math.inf, logits[1, 3], -math.inf
+    tokens = [20, 3, 5, 82, 0, 40]
+    whole = token_logprobs(logits, tokens, 7, None)
+    monkeypatch.setattr(eagle_engine.token_logprobs, "logits_topk", lambda rows, top_k: reference.logits_topk(rows, top_k, tile=16))
+    for place, expected in zip(token_logprobs(logits, tokens, 7, None), whole):
+        assert list(place) == list(expected)
+        for token, of in place.items():
+            assert of.rank == expected[token].rank and of.logprob == pytest.approx(expected[token].logprob, abs=1e-6)
