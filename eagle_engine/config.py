@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from eagle_engine.errors import EagleError
 
-TREES = ("dynamic", "static", "chain")
+TREES = ("dynamic", "adaptive", "static", "chain")
 ACCEPTANCE_RULES = ("exact", "rejection")
 FILTER_ORDERS = ("hf", "vllm")
 MAX_NODES = 256
@@ -14,17 +14,22 @@ MAX_TOP_K = 64
 MAX_FRONTIER = 64
 
 # A static tree for a small node budget. Each entry is a path of ranks among the drafter's choices.
+# What a tree is when the user does not say: the fastest fixed one of those measured for the demo pair on two CPU cores (bench/NOTES.md), and the largest that an adaptive tree may become.
+DEFAULT_SIZES = {"adaptive": dict(top_k=4, max_depth=6, num_nodes=16)}
+DEFAULT_SIZE = dict(top_k=3, max_depth=2, num_nodes=5)
+
 STATIC_CHOICES: tuple[tuple[int, ...], ...] = ((0,), (1,), (0, 0), (0, 1), (1, 0))
 
 
 @dataclass(frozen=True)
 class EagleConfig:
-    """How the engine drafts, accepts and stores. The default tree is the fastest of those measured for the demo pair on two CPU cores (bench/NOTES.md).
+    """How the engine drafts, accepts and stores.
 
-    tree            "dynamic" (EAGLE-2: the shape follows the drafter's confidence), "static" (EAGLE-1: `choices`) or "chain"
-    top_k           continuations kept per node, and nodes of a frontier, in a dynamic tree
-    max_depth       greatest depth of a node; the published code's depth setting is one less
-    num_nodes       nodes of a dynamic tree, the root included
+    tree            "dynamic" (EAGLE-2: the shape follows the drafter's confidence), "adaptive" (a dynamic tree whose max_depth and num_nodes are chosen for each step by what they cost on this machine and
+                    what they have brought lately, none at all where drafting does not pay), "static" (EAGLE-1: `choices`) or "chain"
+    top_k           continuations kept per node, and nodes of a frontier, in a dynamic or adaptive tree; None: 3, adaptive 4
+    max_depth       greatest depth of a node; the published code's depth setting is one less; None: 2, adaptive 6
+    num_nodes       nodes of a dynamic tree, most nodes of an adaptive one, the root included; None: 5, adaptive 16, or as many as there can be
     choices         static tree: paths of ranks, parents included
     acceptance      "exact": a draft is accepted when it is the token that plain decoding draws, so the text is that of plain decoding.
                     "rejection": speculative sampling on drafts that were drawn from the drafter; exact in distribution; chain and static trees
@@ -42,9 +47,9 @@ class EagleConfig:
     """
 
     tree: str = "dynamic"
-    top_k: int = 3
-    max_depth: int = 2
-    num_nodes: int = 5
+    top_k: int | None = None
+    max_depth: int | None = None
+    num_nodes: int | None = None
     choices: tuple[tuple[int, ...], ...] = STATIC_CHOICES
     acceptance: str = "exact"
     filter_order: str = "hf"
@@ -59,6 +64,11 @@ class EagleConfig:
 
     def __post_init__(self) -> None:
         _one_of("tree", self.tree, TREES)
+        for name, size in DEFAULT_SIZES.get(self.tree, DEFAULT_SIZE).items():
+            if getattr(self, name) is None:
+                # Nodes come last: no more than the others leave room for.
+                room = self.top_k + (self.max_depth - 1) * self.top_k**2 + 1 if name == "num_nodes" and isinstance(self.top_k, int) and isinstance(self.max_depth, int) else size
+                object.__setattr__(self, name, max(min(size, room), 1))
         _one_of("acceptance", self.acceptance, ACCEPTANCE_RULES)
         _one_of("filter_order", self.filter_order, FILTER_ORDERS)
         _in_range("top_k", self.top_k, 1, MAX_TOP_K)
@@ -70,9 +80,9 @@ class EagleConfig:
         for name in ("max_model_len", "num_pages"):
             if getattr(self, name) is not None:
                 _in_range(name, getattr(self, name), 1, 1 << 24)
-        if self.acceptance == "rejection" and self.tree == "dynamic":
+        if self.acceptance == "rejection" and self.is_dynamic:
             raise EagleError("acceptance 'rejection' needs drafts that are drawn from the drafter: use tree 'chain' or 'static', or acceptance 'exact'")
-        if self.tree == "dynamic":
+        if self.is_dynamic:
             pool = self.top_k + (self.max_depth - 1) * self.top_k**2
             if self.num_nodes - 1 > pool:
                 raise EagleError(f"num_nodes {self.num_nodes} is more than a tree of top_k {self.top_k} and max_depth {self.max_depth} can hold; at most {pool + 1}")
@@ -80,6 +90,11 @@ class EagleConfig:
                 raise EagleError(f"(max_depth - 1) * top_k must be at most {MAX_NODES}, got {(self.max_depth - 1) * self.top_k}")
         if self.tree == "static":
             _check_choices(self.choices)
+
+    @property
+    def is_dynamic(self) -> bool:
+        """Whether trees follow the drafter's confidence."""
+        return self.tree in ("dynamic", "adaptive")
 
     @classmethod
     def from_published(cls, total_token: int, depth: int, top_k: int, **options) -> EagleConfig:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from functools import partial
@@ -14,10 +14,11 @@ from torch import Tensor
 from tqdm import tqdm
 
 from eagle_engine.config import EagleConfig
+from eagle_engine.cost_profile import LONG, SHORT, CostProfile, load_profile, measure_profile, profile_file, save_profile
 from eagle_engine.cuda_limits import check_device, check_limits
 from eagle_engine.drafter import Drafter
 from eagle_engine.errors import EagleError
-from eagle_engine.graphs import CudaGraphs, GraphApi, StepGraphs, VerifyGraphs
+from eagle_engine.graphs import CudaGraphs, GraphApi, StepGraphs, VerifyGraphs, batch_buckets
 from eagle_engine.kv_cache import PagePool, make_kv_cache
 from eagle_engine.loading import DEMO, config_of, default_max_model_len, load_models, slack_rows
 from eagle_engine.logits_processing import make_processor
@@ -29,13 +30,15 @@ from eagle_engine.request import Request
 from eagle_engine.sampling_params import SamplingParams
 from eagle_engine.scheduler import Scheduler
 from eagle_engine.state import DecodeState
-from eagle_engine.step import Models, PhaseTimer, run_step
+from eagle_engine.step import Models, PhaseTimer, catch_up, run_step
 from eagle_engine.structured_outputs import Grammars
 from eagle_engine.target import TargetModel
 from eagle_engine.tokenizer import Tokenizer
-from eagle_engine.tree_shape import PLAIN, on_device, tree_shape
+from eagle_engine.tree_shape import PLAIN, on_device, tree_shapes
+from eagle_engine.tree_sizes import TreeSizes
 
 Prompt = str | list[int]
+MAX_BEHIND = 64  # pairs that the drafter may be behind while nothing is drafted; then it takes them all at once, which costs a fraction of a percent of the steps in between
 
 
 class Engine:
@@ -44,6 +47,7 @@ class Engine:
     target, drafter  the models; drafter None: plain decoding
     tokenizer        None: prompts are token ids, and answers have no text
     graph_api        how steps are captured and replayed; None: torch.cuda's graphs on CUDA, none on the CPU
+    profile          of an adaptive tree: what steps cost; None: as it was measured before for these models on this machine, or else is measured now
     """
 
     def __init__(
@@ -55,18 +59,21 @@ class Engine:
         *,
         eos_token_ids: tuple[int, ...] | None = None,
         graph_api: GraphApi | None = None,
+        profile: CostProfile | None = None,
     ) -> None:
         config = config or EagleConfig()
         self.config, self.tokenizer = config, tokenizer
         device = target.device
-        shape = on_device(tree_shape(config), device) if drafter is not None else PLAIN
+        self.shapes = tuple(on_device(shape, device) for shape in tree_shapes(config)) if drafter is not None else (PLAIN,)
+        shape = self.shapes[-1]  # the largest, for which there is room
+        sizes = self.shapes[1:]
         if drafter is not None and shape.top_k > drafter.vocab_size:
             raise EagleError(f"top_k {shape.top_k} is more than the drafter's vocabulary of {drafter.vocab_size}")
         if device.type == "cuda":
             check_device(device)
             head_dims = {"target": target.config.head_dim} | ({"drafter": drafter.config.layer.head_dim} if drafter is not None else {})
             check_limits(config, head_dims, drafter.vocab_size if drafter is not None else 0)
-        self.models = Models(target, drafter, shape, config.acceptance == "rejection", config.filter_order)
+        self.models = Models(target, drafter if shape.levels else None, shape, config.acceptance == "rejection", config.filter_order, sizes=sizes)
         if graph_api is None and device.type == "cuda" and not config.enforce_eager:
             graph_api = CudaGraphs()
         self.max_model_len = config.max_model_len or default_max_model_len(target.config.max_position_embeddings)
@@ -77,7 +84,8 @@ class Engine:
             raise EagleError(f"max_model_len {self.max_model_len} needs {self.max_model_len + slack} positions, the target was loaded with {target.max_positions}")
         self._step_rows = slack
         # A row of the page table starts at a multiple of 16 bytes, which is what kernels are compiled for.
-        max_pages = (-(-(self.max_model_len + slack) // config.page_size) + 3) // 4 * 4
+        max_missed = MAX_BEHIND + shape.max_depth + 1 if sizes else 0
+        max_pages = (-(-(self.max_model_len + slack + max_missed) // config.page_size) + 3) // 4 * 4
         self.pages = PagePool(config.num_pages or config.max_batch_size * max_pages, config.page_size, lookahead=1 if shape.levels else 0)
         t = target.config
         cache = make_kv_cache(t.num_layers, self.pages.num_pages, config.page_size, t.num_kv_heads, t.head_dim, target.activation_dtype, device)
@@ -85,14 +93,14 @@ class Engine:
         if shape.levels:
             d, fused_size = drafter.config.layer, drafter.config.fused_size
             draft_cache = make_kv_cache(1, self.pages.num_pages, config.page_size, d.num_kv_heads, d.head_dim, target.activation_dtype, device)
-        self.state = DecodeState.allocate(config.max_batch_size, max_pages, fused_size, shape, cache, draft_cache, target.activation_dtype)
+        self.state = DecodeState.allocate(config.max_batch_size, max_pages, fused_size, self.shapes, cache, draft_cache, target.activation_dtype, max_missed)
         self.timer = PhaseTimer()
         chunk = longest_chunk(device, target.deterministic, config.prefill_chunk)
         self.scheduler = Scheduler(self.models, self.state, self.pages, config, slack, chunk, self.timer)
         self._graphs: StepGraphs | None = None
         if graph_api is not None:
             with torch.inference_mode():
-                self._graphs = StepGraphs(graph_api, config.max_batch_size, lambda batch: run_step(self.models, self.state, batch, PhaseTimer()), self.state.output_ring)
+                self._graphs = StepGraphs(graph_api, config.max_batch_size, self._run_dummies, self.state.outputs, len(self.shapes))
                 # The kernels of a prefill are compiled now, not while the first requests wait.
                 for length in {1, min(chunk, self.max_model_len - 1)} - {0}:
                     row = prefill_piece(self.models, self.state, self.state.page_table[:1], torch.zeros(length, dtype=torch.int64, device=device), 0, length)
@@ -102,6 +110,8 @@ class Engine:
         elif not config.enforce_eager and device.type == "cpu" and VerifyGraphs.can_record(target):
             self.models = self.models._replace(graphs=VerifyGraphs(target, self.models.captured_layers, self.state))
         self._grammars = Grammars(tokenizer, target.config.vocab_size, self.eos_token_ids)
+        self._behind, self._pending = 0, 1  # pairs that the drafter has missed, and that wait for it, of any running request: at most
+        self.sizes = TreeSizes(self.shapes, profile or self._profile()) if sizes else None
         self._observer: Observer | None = None
         self._undelivered: list[RequestOutput] = []
         self._next_id = 0
@@ -146,7 +156,7 @@ class Engine:
         """What the engine has allocated for good, by purpose: weights of the target and (its own alone) of the drafter, KV cache, and the buffers of a step. Activations come on top: on CUDA they belong to
         the captured graphs."""
         caches = [cache for cache in (self.state.target_cache, self.state.draft_cache) if cache is not None]
-        buffers = [getattr(self.state, field.name) for field in fields(self.state)]
+        buffers = [getattr(self.state, field.name) for field in fields(self.state) if field.name not in ("output_ring", "gains")]  # views of outputs
         drafter = self.models.drafter
         return {
             "target": self.models.target.num_bytes,
@@ -266,37 +276,62 @@ class Engine:
         if eager:
             self._settle()
             if started:
-                self._deliver(list(scheduler.running), self.state.output_ring[: len(scheduler.running)])  # an answer may end with its first token
+                self._deliver(list(scheduler.running), None, self.state.outputs)  # an answer may end with its first token
         scheduler.make_room(self._settle)
         running = list(scheduler.running)
         if not running:
             return
-        for request in running:
-            request.draft_rows = request.num_rows  # the draft of this step feeds the drafter what was committed before it
+        shape = self._choose_shape(running)
         if eager:
             observe = None if self._observer is None else partial(self._observer, [request.request_id for request in running])
-            run_step(self.models, self.state, len(running), self.timer, observe, [request.updated_processor() for request in running])
-            self._deliver(running, self.state.output_ring[: len(running)])
+            run_step(self._models_of(shape), self.state, len(running), self.timer, observe, [request.updated_processor() for request in running])
+            self._deliver(running, shape, self.state.outputs)
         else:
             # What is read is the step before: the one that runs while a sequence turns out to have ended is thrown away.
             self.timer.start()
-            before = self._graphs.launch(len(running), running)
+            before = self._graphs.launch(len(running), (running, shape), shape)
             self.timer.lap("graph")
             if before is not None:
-                self._deliver(*before)
+                self._deliver(*before[0], before[1])
+
+    def _models_of(self, shape: int) -> Models:
+        return self.models if shape == len(self.shapes) - 1 else self.models._replace(shape=self.shapes[shape])
+
+    def _choose_shape(self, running: list[Request]) -> int:
+        """Index of the tree of this step; the drafter is brought up to what the tree needs."""
+        shape = 0
+        if self.sizes is not None:
+            shape = self.sizes.choose([request.gains for request in running], sum(request.num_rows for request in running) / len(running))
+        drafts = bool(self.shapes[shape].levels)
+        if self._behind > 0 and (drafts or self._behind + self._pending > MAX_BEHIND):
+            self.timer.start()
+            catch_up(self.models, self.state, len(running), self._behind)
+            self.timer.lap("draft")
+            self._behind = 0
+            for request in running:
+                request.draft_rows = max(request.num_rows - self._pending, 0)
+        if drafts:
+            for request in running:
+                request.draft_rows = request.num_rows  # the draft of this step feeds the drafter what was committed before it
+        elif self.sizes is not None:
+            self._behind += self._pending
+        self._pending = self.shapes[shape].max_depth + 1
+        return shape
 
     def _settle(self) -> None:
         """Deliver what a captured step that is still on its way has emitted."""
         before = self._graphs.settle() if self._graphs is not None else None
         if before is not None:
-            self._deliver(*before)
+            self._deliver(*before[0], before[1])
 
-    def _deliver(self, running: list[Request], rings: Tensor) -> None:
-        """Hand each request, by slot, the tokens that its row of the output ring holds and it has not seen; retire those that have ended."""
-        for request, ring in zip(running, rings.tolist()):
+    def _deliver(self, running: list[Request], shape: int | None, outputs: Tensor) -> None:
+        """Hand each request, by slot, the tokens that it has not seen; retire those that have ended. shape: of the step; None: there was none, these are first tokens."""
+        for request, ring, gains in zip(running, *self.state.read_outputs(outputs, len(running))):
             if request.finished or not request.pages:
                 continue  # it ended, or was preempted, while the step was on its way
-            request.receive(ring)
+            accepted = request.receive(ring)
+            if self.sizes is not None and shape is not None and accepted is not None:
+                request.gains = self.sizes.observe(shape, request.gains, gains, accepted)
             if request.finished:
                 self.scheduler.retire(request)
                 if request.all_finished and not request.held:
@@ -338,6 +373,49 @@ class Engine:
         asked = ", ".join((*params.changes_logits, *params.tells_logprobs))
         if asked and self.models.rejection and self.models.shape.levels:
             raise EagleError(f'{asked}: not with acceptance "rejection"; use "exact"')
+
+    @torch.inference_mode()
+    def tune(self, progress: Callable[[str], None] = lambda _: None) -> CostProfile:
+        """Measure what a step costs for each tree that this engine may grow, and keep it for the next engine of these models on this machine. EagleError unless the tree is adaptive and nothing is running."""
+        if len(self.shapes) == 1:
+            raise EagleError('nothing to tune: the tree has one size; use tree "adaptive" (--tree adaptive)')
+        if not self.scheduler.is_empty:
+            raise EagleError("the engine cannot be tuned while it answers requests")
+        self._settle()
+        context = min(LONG, self.max_model_len)
+        pages = self.pages.take(min(self.pages.num_free, max(self.pages.pages_for(SHORT + self._step_rows) * self.config.max_batch_size, self.pages.pages_for(context + self._step_rows))))
+        for cache in (self.state.target_cache, self.state.draft_cache):
+            cache[:, :, pages] = 0  # memory that was never written would be read faster
+
+        def prepare(batch: int, context: int) -> None:
+            width = self.pages.pages_for(context + self._step_rows)
+            for slot in range(batch):
+                self.state.clear(slot)
+                own = [pages[(slot * width + i) % len(pages)] for i in range(width)]
+                self.state.page_table[slot, :width] = torch.tensor(own, dtype=torch.int32, device=self.models.target.device)
+                self.state.seq_lens[slot] = context
+
+        def step(batch: int, shape: int) -> None:
+            if self._graphs is None:
+                self._run_dummies(batch, shape)
+            else:
+                self._graphs.replay(batch, shape)
+                self._graphs.api.wait(self._graphs.api.copy_to_host(self.state.outputs, self._graphs.api.host_buffer(self.state.outputs)))
+
+        profile = measure_profile(prepare, step, self.shapes, batch_buckets(self.config.max_batch_size), context, progress)
+        for slot in range(self.config.max_batch_size):
+            self.state.clear(slot)
+        self.pages.give_back(pages)
+        save_profile(profile_file(self.models, self.shapes, self.config.max_batch_size, self.captures_steps), profile)
+        self.sizes = TreeSizes(self.shapes, profile)
+        return profile
+
+    def _profile(self) -> CostProfile:
+        """As it was measured before, or now."""
+        return load_profile(profile_file(self.models, self.shapes, self.config.max_batch_size, self.captures_steps)) or self.tune()
+
+    def _run_dummies(self, batch: int, shape: int) -> None:
+        run_step(self._models_of(shape), self.state, batch, PhaseTimer())
 
     def _need_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+from collections import OrderedDict
 from collections.abc import Callable
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from eagle_engine.target import TargetModel
 from eagle_kernels import Recording, Tree, record
 
 Tag = TypeVar("Tag")
+MAX_RECORDED = 64  # sizes of the verify forward that are kept: an adaptive tree has some fifteen for each number of running requests
 
 
 class GraphApi(Protocol):
@@ -69,43 +71,44 @@ class CudaGraphs:
 
 
 class StepGraphs:
-    """The whole step, captured once for each batch bucket (powers of two, and the largest batch) over the first slots of the state.
+    """The whole step, captured once for each shape of tree and each batch bucket (powers of two, and the largest batch) over the first slots of the state.
 
     A batch between two buckets runs as the larger one: the slots past it are dummies. All buffers are the state's or the graphs' own, so a replay allocates nothing.
     """
 
-    def __init__(self, api: GraphApi, max_batch: int, run: Callable[[int], None], output_ring: Tensor) -> None:
-        """run(batch): one step, eagerly, over the first `batch` slots, all of which are dummies now; output_ring: what a step leaves for the host."""
+    def __init__(self, api: GraphApi, max_batch: int, run: Callable[[int, int], None], outputs: Tensor, num_shapes: int = 1) -> None:
+        """run(batch, shape): one step, eagerly, over the first `batch` slots, all of which are dummies now; outputs: what a step leaves for the host."""
         self.api = api
-        self._output_ring = output_ring
-        self._host_rings = [api.host_buffer(output_ring) for _ in range(2)]
+        self._outputs = outputs
+        self._host_outputs = [api.host_buffer(outputs) for _ in range(2)]
         self._in_flight: tuple[object, object, Tensor] | None = None
         self.buckets = batch_buckets(max_batch)
         self._graphs = {}
         # The largest first, so that the smaller ones find its memory in the pool.
         for bucket in reversed(self.buckets):
-            step = functools.partial(run, bucket)  # not a lambda: it would see the last bucket when a stand-in for graphs calls it later
-            api.warm_up(step)
-            self._graphs[bucket] = api.capture(step)
+            for shape in reversed(range(num_shapes)):
+                step = functools.partial(run, bucket, shape)  # not a lambda: it would see the last bucket when a stand-in for graphs calls it later
+                api.warm_up(step)
+                self._graphs[bucket, shape] = api.capture(step)
 
-    def replay(self, batch: int) -> None:
+    def replay(self, batch: int, shape: int = 0) -> None:
         """One step over the first `batch` slots and, up to the next bucket, dummies."""
-        self.api.replay(self._graphs[next(bucket for bucket in self.buckets if bucket >= batch)])
+        self.api.replay(self._graphs[next(bucket for bucket in self.buckets if bucket >= batch), shape])
 
-    def launch(self, batch: int, tag: Tag) -> tuple[Tag, Tensor] | None:
-        """Send a step on its way; the tag and the output ring of the step before it, if there was one. So the device never waits for the host, and the host waits for a step that is probably over."""
-        self.replay(batch)
-        before, ring = self._in_flight, self._host_rings[0]
-        if before is not None and before[2] is ring:
-            ring = self._host_rings[1]
-        self._in_flight = (tag, self.api.copy_to_host(self._output_ring, ring), ring)
+    def launch(self, batch: int, tag: Tag, shape: int = 0) -> tuple[Tag, Tensor] | None:
+        """Send a step on its way; the tag and the outputs of the step before it, if there was one. So the device never waits for the host, and the host waits for a step that is probably over."""
+        self.replay(batch, shape)
+        before, outputs = self._in_flight, self._host_outputs[0]
+        if before is not None and before[2] is outputs:
+            outputs = self._host_outputs[1]
+        self._in_flight = (tag, self.api.copy_to_host(self._outputs, outputs), outputs)
         if before is None:
             return None
         self.api.wait(before[1])
         return before[0], before[2]
 
     def settle(self) -> tuple[Tag, Tensor] | None:
-        """Wait for the step that is on its way; its tag and output ring, or None when there is none."""
+        """Wait for the step that is on its way; its tag and outputs, or None when there is none."""
         before, self._in_flight = self._in_flight, None
         if before is None:
             return None
@@ -118,15 +121,23 @@ def batch_buckets(max_batch: int) -> tuple[int, ...]:
     return tuple(1 << i for i in range((max_batch - 1).bit_length())) + (max_batch,)
 
 
-class VerifyGraphs:
-    """The target's forward over a tree on the CPU, recorded once per batch size and number of threads and replayed: it saves the cost of some 300 Python calls per step.
+class _RecordedVerify(NamedTuple):
+    recording: Recording
+    inputs: list[Tensor]
+    states: Tensor
+    logits: Tensor
 
-    The recordings have their own inputs and results; they read page_table, seq_lens and the cache of the state they were made for, whose buffers never move.
+
+class VerifyGraphs:
+    """The target's forward over a tree on the CPU, recorded once per size and number of threads and replayed: it saves the cost of some 300 Python calls per step.
+
+    The recordings have their own inputs and states; logits go to one buffer for all. They read page_table, seq_lens and the cache of the state they were made for, whose buffers never move.
     """
 
     def __init__(self, target: TargetModel, captured_layers: tuple[int, ...], state: DecodeState) -> None:
         self._target, self._captured_layers, self._state = target, captured_layers, state
-        self._graphs: dict[tuple[int, int], tuple[Recording, list[Tensor], Tensor, Tensor]] = {}
+        self._logits = torch.empty(state.temperature.numel(), target.head.out_features)
+        self._recorded: OrderedDict[tuple[int, int, int], _RecordedVerify] = OrderedDict()  # by batch, nodes and threads; the one used last at the end
 
     @staticmethod
     def can_record(target: TargetModel) -> bool:
@@ -135,24 +146,27 @@ class VerifyGraphs:
 
     def replay(self, batch: int, tree: Tree) -> tuple[Tensor, Tensor]:
         """As step.forward_tree; the results are overwritten by the next replay."""
-        key = (batch, torch.get_num_threads())
-        inputs = [tree.tokens, tree.position_ids, tree.packed_ancestor_mask]
-        if key not in self._graphs:
-            static = [tensor.clone() for tensor in inputs]
+        key = (*tree.tokens.shape, torch.get_num_threads())
+        given = [tree.tokens, tree.position_ids, tree.packed_ancestor_mask]
+        recorded = self._recorded.get(key)
+        if recorded is None:
+            inputs = [tensor.clone() for tensor in given]
             with record() as recording:
-                states, logits = forward_tree(self._target, self._captured_layers, self._state, batch, *static)
-            self._graphs[key] = (recording, static, states, logits)
+                states, logits = forward_tree(self._target, self._captured_layers, self._state, batch, *inputs, out=self._logits[: tree.tokens.numel()])
+            self._recorded[key] = _RecordedVerify(recording, inputs, states, logits)
+            if len(self._recorded) > MAX_RECORDED:
+                self._recorded.popitem(last=False)
             return states, logits
-        recording, static, states, logits = self._graphs[key]
-        for destination, source in zip(static, inputs):
+        self._recorded.move_to_end(key)
+        for destination, source in zip(recorded.inputs, given):
             destination.copy_(source)
-        recording.replay()
-        return states, logits
+        recorded.recording.replay()
+        return recorded.states, recorded.logits
 
 
 def forward_tree(
-    target: TargetModel, captured_layers: tuple[int, ...], state: DecodeState, batch: int, tokens: Tensor, position_ids: Tensor, packed_ancestor_mask: Tensor
+    target: TargetModel, captured_layers: tuple[int, ...], state: DecodeState, batch: int, tokens: Tensor, position_ids: Tensor, packed_ancestor_mask: Tensor, out: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The target's forward over the trees [B, N] of the first `batch` slots: the states for the drafter [B, N, fused_size] and logits [B * N, V]."""
+    """The target's forward over the trees [B, N] of the first `batch` slots: the states for the drafter [B, N, fused_size] and logits [B * N, V], put into `out` where it is given."""
     features, states = target.forward_with_states(captured_layers, tokens, position_ids, state.target_cache, state.seq_lens[:batch], state.page_table[:batch], packed_ancestor_mask)
-    return states, target.logits(features.view(-1, features.shape[-1]))
+    return states, target.logits(features.view(-1, features.shape[-1]), out)

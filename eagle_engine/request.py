@@ -35,6 +35,7 @@ class Request:
     num_prefilled  rows of the sequence that are committed, those that were found in the cache among them
     page_table     [1, max_pages] int32 on the device, for the prefill
     device_ids     the sequence [n] int64 on the device
+    gains          what is known of the drafts that trees of each shape have accepted (tree_sizes); [] at first
     draft_rows     rows that are final in the drafter's cache, once it decodes; at least
     """
 
@@ -60,6 +61,7 @@ class Request:
     num_prefilled: int = 0
     page_table: Tensor | None = None
     device_ids: Tensor | None = None
+    gains: list[float] = field(default_factory=list)
     draft_rows: int = 0
 
     def __post_init__(self) -> None:
@@ -109,17 +111,19 @@ class Request:
         """Every token that ends this answer."""
         return frozenset(self.params.stop_token_ids) | (frozenset() if self.params.ignore_eos else self.eos_token_ids)
 
-    def receive(self, ring: list[int]) -> None:
-        """Take the tokens of an output ring that are new: ring[n % C] is token n of the sequence, ring[-1] the number of all that were emitted."""
+    def receive(self, ring: list[int]) -> int | None:
+        """Take the tokens of an output ring that are new: ring[n % C] is token n of the sequence, ring[-1] the number of all that were emitted. The accepted drafts among them; None without a step."""
         size, count = len(ring) - 1, ring[-1]
         if count - self._num_received > size:
             raise AssertionError(f"{count - self._num_received} tokens were emitted since the last look, the ring holds {size}")
         new = [ring[n % size] for n in range(self._num_received, count)]
         self._num_received = count
+        from_steps = len(new) - (0 if self.token_ids else 1)
         # The first token of all is that of the prefill.
         for emitted in (new[:1], new[1:]) if not self.token_ids else (new,):
             if emitted and not self.finished:
                 self.append(emitted)
+        return from_steps - 1 if from_steps > 0 else None
 
     def append(self, emitted: list[int]) -> None:
         """Take the tokens that a step emitted, one after the other, until one of them ends the answer; the rest of the run is dropped."""

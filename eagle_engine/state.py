@@ -14,6 +14,7 @@ from eagle_kernels import DraftPool
 
 OUTPUT_RING = 4  # steps whose tokens the output ring holds; the host reads them at most one step late
 MAX_STOP_TOKENS = 8
+GAIN_UNITS = 1 << 20
 
 
 @dataclass
@@ -38,7 +39,9 @@ class DecodeState:
     num_missed: Tensor  # [S] int64, 0 .. M
     missed_tokens: Tensor  # [S, M] int64; M = 0 where every step drafts
     missed_features: Tensor  # [S, M, fused_size] activations
+    outputs: Tensor  # [S * (C + 1 + G)] int64: all that the host reads, output_ring and gains one after the other
     output_ring: Tensor  # [S, C + 1] int64: token number n that the sequence emitted at column n % C, the number of all of them in the last column; C = OUTPUT_RING * (max_depth + 1)
+    gains: Tensor  # [S, G] int64, of an adaptive tree: drafts that the last step would have had accepted by the drafter's own confidence, for each shape with drafts, in units of 2^-20; -1: not known
     stop_token_ids: Tensor  # [S, MAX_STOP_TOKENS] int64, -1 padded
     active: Tensor  # [S] bool
     temperature: Tensor  # [S, N] fp32; sampling parameters are held once per node, as `sample` takes them
@@ -68,9 +71,12 @@ class DecodeState:
     ) -> DecodeState:
         """shapes: every tree that a step may grow; max_missed: M, pairs that the drafter may be behind."""
         shapes = (shapes,) if isinstance(shapes, TreeShape) else shapes
+        num_gains = sum(bool(shape.levels) for shape in shapes) if len(shapes) > 1 else 0
         width, nodes, pool, mask_words = (max(values) for values in zip(*((shape.max_depth + 1, shape.num_nodes, shape.pool_size, shape.draft_mask_words) for shape in shapes)))
         int32, int64, fp32 = torch.int32, torch.int64, torch.float32
+        ring_size = OUTPUT_RING * width + 1
         with target_cache.device:
+            outputs = torch.zeros(slots * (ring_size + num_gains), dtype=int64)
             state = cls(
                 target_cache=target_cache,
                 draft_cache=draft_cache,
@@ -92,7 +98,9 @@ class DecodeState:
                 pool_tokens=torch.zeros(slots, pool, dtype=int64),
                 pool_scores=torch.zeros(slots, pool, dtype=fp32),
                 pool_parents=torch.zeros(slots, pool, dtype=int32),
-                output_ring=torch.zeros(slots, OUTPUT_RING * width + 1, dtype=int64),
+                outputs=outputs,
+                output_ring=outputs[: slots * ring_size].view(slots, ring_size),
+                gains=outputs[slots * ring_size :].view(slots, num_gains),
                 stop_token_ids=torch.full((slots, MAX_STOP_TOKENS), -1, dtype=int64),
                 root_scores=torch.zeros(slots, 1, dtype=fp32),
                 root_pool_index=torch.full((slots, 1), -1, dtype=int32),
@@ -148,7 +156,13 @@ class DecodeState:
 
     def sampling(self, batch: int, nodes: int | None = None) -> dict[str, Tensor]:
         """Sampling parameters of batch * nodes rows; default: of the largest tree."""
-        return {name: getattr(self, name)[:batch, :nodes].reshape(-1) for name in ("temperature", "top_k", "top_p", "min_p", "seeds")}
+        return {name: getattr(self, name)[:batch, :nodes].contiguous().view(-1) for name in ("temperature", "top_k", "top_p", "min_p", "seeds")}
+
+    def read_outputs(self, outputs: Tensor, batch: int) -> tuple[list[list[int]], list[list[float]]]:
+        """Of `outputs`, or a copy of it on the host: the output rings of the first slots, and their gains in drafts (below 0: not known)."""
+        size = self.output_ring.numel()
+        gains = outputs[size:].view(self.gains.shape)[:batch]
+        return outputs[:size].view(self.output_ring.shape)[:batch].tolist(), (gains.double() / GAIN_UNITS).tolist() if gains.shape[1] > 0 else [[]] * batch
 
     def slot_sampling(self, slot: int) -> dict[str, Tensor]:
         """Sampling parameters of one row of one slot."""
@@ -156,7 +170,7 @@ class DecodeState:
 
     @classmethod
     def _slot_fields(cls) -> list[str]:
-        return [f.name for f in fields(cls) if f.name not in ("target_cache", "draft_cache", "pending_offsets")]
+        return [f.name for f in fields(cls) if f.name not in ("target_cache", "draft_cache", "pending_offsets", "outputs")]
 
 
 def _first(tensor: Tensor, rows: int, columns: int) -> Tensor:

@@ -15,6 +15,7 @@ from eagle_engine.logits_processing import LogitsProcessor, record_logprobs, sam
 from eagle_engine.observation import ObservedTree, observed_trees
 from eagle_engine.state import DecodeState
 from eagle_engine.target import TargetModel
+from eagle_engine.tree_gains import measure_gains
 from eagle_engine.tree_shape import TreeShape
 from eagle_kernels import Accepted, DraftPool, Frontier, Tree, accept, accept_rejection, advance, compact, draw_children, expand_topk, filter_probs, rerank, sample
 
@@ -40,9 +41,11 @@ class PhaseTimer:
 class Models(NamedTuple):
     """What a step runs.
 
+    drafter       None: every step is plain decoding; without levels in the shape this one is, and what the drafter misses is kept for it
     rejection     acceptance rule: speculative sampling on drawn drafts instead of sample-exact
     filter_order  "hf" or "vllm"
     graphs        recorded forwards; None: eager
+    sizes         shapes with drafts that later steps may have, whose gains a step measures; (): nobody asks
     """
 
     target: TargetModel
@@ -51,11 +54,12 @@ class Models(NamedTuple):
     rejection: bool
     filter_order: str
     graphs: VerifyGraphs | None = None
+    sizes: tuple[TreeShape, ...] = ()
 
     @property
     def captured_layers(self) -> tuple[int, ...]:
-        """Layers of the target whose inputs the drafter takes; none where nothing is drafted."""
-        return self.drafter.captured_layers if self.shape.levels else ()
+        """Layers of the target whose inputs the drafter takes."""
+        return () if self.drafter is None else self.drafter.captured_layers
 
 
 def run_step(
@@ -70,6 +74,8 @@ def run_step(
     timer.start()
     if models.shape.levels:
         pool, draft_probs = draft(models, state, batch)
+        if models.sizes:
+            measure_gains(pool, models.shape, models.sizes, state.gains[:batch])
     else:
         pool, draft_probs = state.pool(batch, models.shape.pool_size), None
     tree = rerank(pool, state.root_tokens[:batch], state.seq_lens[:batch], models.shape.num_nodes, choices=models.shape.node_choices)

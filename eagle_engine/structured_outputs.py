@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable
 
 import torch
@@ -14,6 +15,9 @@ from eagle_engine.sampling_params import StructuredOutputs
 from eagle_engine.tokenizer import Tokenizer
 
 MAX_COMPILED = 32  # grammars that are kept, those used last
+DEAD_END = "NoExtensionBias"  # llguidance's word
+# Where a grammar leaves one text only, llguidance would allow it in one way of cutting it into tokens only: that of the tokenizer, which differs with what stands before.
+NO_FORCING = '\n%llguidance {"no_forcing": true}'
 
 
 class Grammars:
@@ -37,7 +41,8 @@ class Grammars:
             raise EagleError("structured_outputs need a tokenizer, and this engine has none")
         if self._vocabulary is None:
             self._vocabulary = self._describe_vocabulary()
-        name, grammar = _grammar(wanted)
+        name, lark = _lark(wanted)
+        grammar = llguidance.LLMatcher.grammar_from_lark(lark + NO_FORCING)
         matcher = self._compiled.pop(grammar, None) or llguidance.LLMatcher(self._vocabulary, grammar)
         if matcher.is_error():
             raise EagleError(f"structured_outputs: {name}: {_one_line(matcher.get_error())}")
@@ -56,7 +61,7 @@ class Grammars:
         ends = self._end_token_ids or [self._vocab_size]
         if not self._end_token_ids:
             tokens.append(b"<end>")
-        described = _Vocabulary(tokens, sorted(special | set(ends)), ends[0], self._tokenizer)
+        described = _Vocabulary(tokens, sorted(special | set(ends)), ends[0])
         return llguidance.LLTokenizer(llguidance.TokenizerWrapper(described), n_vocab=len(tokens), eos_token=ends)
 
 
@@ -65,12 +70,11 @@ class _Vocabulary:
 
     bos_token_id = None
 
-    def __init__(self, tokens: list[bytes], special_token_ids: list[int], eos_token_id: int, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokens: list[bytes], special_token_ids: list[int], eos_token_id: int) -> None:
         self.tokens, self.special_token_ids, self.eos_token_id = tokens, special_token_ids, eos_token_id
-        self._tokenizer = tokenizer
 
     def __call__(self, text: bytes | str) -> list[int]:
-        return self._tokenizer.encode(text.decode("utf-8", errors="replace") if isinstance(text, bytes) else text, add_special_tokens=False)
+        raise AssertionError(f"no grammar is to cut a text into tokens: {text!r}")  # see NO_FORCING
 
 
 class GrammarState:
@@ -80,7 +84,7 @@ class GrammarState:
         self._start, self._matcher = matcher, matcher.deep_copy()
         self._vocab_size, self._end_token_ids = vocab_size, frozenset(end_token_ids)
         self._taken: list[int] = []
-        self.failure: str | None = None  # the grammar has outgrown llguidance's limits: nothing is allowed any more
+        self._failure: str | None = None
         self._has_end = bool(end_token_ids)
 
     def take(self, token_ids: list[int]) -> None:
@@ -88,9 +92,15 @@ class GrammarState:
         for token in token_ids:
             if token in self._end_token_ids:
                 continue  # nothing follows it
-            if self.failure is None and self._matcher.try_consume_tokens([token]) != 1:
-                self.failure = _one_line(self._matcher.get_error()) or f"it does not take token {token}"
+            if self._failure is None and self._matcher.try_consume_tokens([token]) != 1:
+                self._failure = _one_line(self._matcher.get_error()) or f"it does not take token {token}"
             self._taken.append(token)
+
+    @property
+    def failure(self) -> str | None:
+        """Why nothing is allowed, if it is not that no token continues the text: the grammar has outgrown llguidance's limits."""
+        message = self._failure or _one_line(self._matcher.get_error())
+        return None if message in ("", DEAD_END) else message
 
     def is_complete(self) -> bool:
         """For a model without an end token: whether the text so far is one of the grammar and nothing may follow."""
@@ -136,20 +146,12 @@ class GrammarState:
         """Bit t % 32 of word t // 32: token t may follow. int32; none when the grammar has come to a dead end."""
         words = torch.zeros(-(-self._num_tokens // 32), dtype=torch.int32)
         self._matcher.unsafe_compute_mask_ptr(words.data_ptr(), words.nbytes)
-        if self.failure is not None or self._matcher.is_error():
+        if self._failure is not None or self._matcher.is_error():
             return words.zero_()
-        used = words.nonzero()[:, 0].tolist()
-        bits = int(words[used[0]]) & 0xFFFFFFFF if len(used) == 1 else 0
-        if bits.bit_count() == 1:
-            # llguidance has no mask without tokens: at a dead end one is there that cannot be taken.
-            token = 32 * used[0] + bits.bit_length() - 1
-            ends = token in self._end_token_ids or token == self._vocab_size
-            if not (self._matcher.is_accepting() if ends else self._matcher.validate_tokens([token]) == 1):
-                words.zero_()
         return words
 
     def _rebuild(self, tokens: list[int], parent: list[int], node: int) -> None:
-        """A matcher that has failed (a grammar too complex for its limits) stays failed: put another one in its place, at the same node."""
+        """A matcher that has come to a dead end, or failed at llguidance's limits, stays there: put another one in its place, at the same node."""
         path = []
         while node > 0:
             path.append(tokens[node])
@@ -169,10 +171,10 @@ def token_bytes(backend: Backend, vocab_size: int) -> list[bytes]:
     decoder = json.loads(backend.to_str())["decoder"] or {"type": "Fuse"}
     parts = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
     kinds = {part["type"] for part in parts}
-    unknown = kinds - {"ByteLevel", "ByteFallback", "Metaspace", "Replace", "Fuse", "Strip"}
+    unknown = kinds - {"ByteLevel", "ByteFallback", "Metaspace", "Replace", "Fuse", "Strip"} | {"Replace with a regex" for part in parts if part["type"] == "Replace" and "String" not in part["pattern"]}
     if unknown:
         raise EagleError(f"structured_outputs: this tokenizer's decoder has a part that they do not know: {', '.join(sorted(unknown))}")
-    replaced = [(part["pattern"].get("String"), part["content"]) for part in parts if part["type"] == "Replace"] + [(part["replacement"], " ") for part in parts if part["type"] == "Metaspace"]
+    replaced = [(part["pattern"]["String"], part["content"]) for part in parts if part["type"] == "Replace"] + [(part["replacement"], " ") for part in parts if part["type"] == "Metaspace"]
     added = {token: entry.content for token, entry in backend.get_added_tokens_decoder().items()}
     to_byte = byte_of_character() if "ByteLevel" in kinds else None
 
@@ -187,8 +189,7 @@ def token_bytes(backend: Backend, vocab_size: int) -> list[bytes]:
         if "ByteFallback" in kinds and len(text) == 6 and text.startswith("<0x") and text.endswith(">"):
             return bytes.fromhex(text[3:5])
         for pattern, content in replaced:
-            if pattern is not None:
-                text = text.replace(pattern, content)
+            text = text.replace(pattern, content)
         return text.encode()
 
     return [of(token) for token in range(vocab_size)]
@@ -201,22 +202,26 @@ def byte_of_character() -> dict[str, int]:
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
-def _grammar(wanted: StructuredOutputs) -> tuple[str, str]:
-    """Which of the four it is, and llguidance's form of it."""
+def _lark(wanted: StructuredOutputs) -> tuple[str, str]:
+    """Which of the four it is, and a grammar in Lark's notation for it."""
     import llguidance
+    from llguidance.gbnf_to_lark import any_to_lark
 
-    matcher = llguidance.LLMatcher
     if wanted.json is not None:
-        return "json", matcher.grammar_from_json_schema(wanted.json, defaults={"whitespace_flexible": True})
-    if wanted.regex is not None:
-        return "regex", matcher.grammar_from_regex(wanted.regex)
+        schema = json.loads(wanted.json) if isinstance(wanted.json, str) else wanted.json
+        if isinstance(schema, bool):
+            schema = {} if schema else {"not": {}}
+        return "json", "start: %json " + json.dumps(schema, ensure_ascii=False)
     if wanted.choice is not None:
-        return "choice", matcher.grammar_from_lark("start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in wanted.choice))
+        return "choice", "start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in wanted.choice)
+    if wanted.regex is not None:
+        return "regex", f"start: /{llguidance.regex_to_lark(wanted.regex, '')}/"
     try:
-        return "grammar", llguidance.grammar_from("grammar", wanted.grammar)
-    except ValueError as error:
+        return "grammar", any_to_lark(wanted.grammar)
+    except Exception as error:  # GbnfToLarkError and plain Exception
         raise EagleError(f"structured_outputs: grammar: {_one_line(str(error))}") from error
 
 
 def _one_line(message: str) -> str:
-    return " ".join(message.split("<state>")[0].split())
+    """Of llguidance's messages what is wrong and where, without the grammar around it and without the state of its parser."""
+    return " ".join(re.split(r"\n\s*\d+ \| |<state>", message)[0].split())

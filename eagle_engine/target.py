@@ -113,9 +113,10 @@ class TargetModel:
         """token_ids [...] int64 (below 0: as 0) -> [..., H] activations."""
         return embedding(token_ids, self.embedding)
 
-    def logits(self, features: torch.Tensor) -> torch.Tensor:
-        """features [..., H] activations -> [..., V] float32."""
-        out = torch.empty(*features.shape[:-1], self.head.out_features, dtype=torch.float32, device=features.device)
+    def logits(self, features: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """features [..., H] activations -> [..., V] float32, put into `out` where it is given."""
+        if out is None:
+            out = torch.empty(*features.shape[:-1], self.head.out_features, dtype=torch.float32, device=features.device)
         return linear(features, self.head, deterministic=self.deterministic, out=out)
 
     def forward(

@@ -63,12 +63,32 @@ PLAIN = TreeShape(num_nodes=1, max_depth=0, top_k=0, levels=(), pool_size=0)
 
 
 def tree_shape(config: EagleConfig) -> TreeShape:
-    """The shape that a configuration asks for. A chain is the static tree whose every node has one child."""
-    if config.tree == "dynamic":
+    """The shape that a configuration asks for; the largest of an adaptive tree. A chain is the static tree whose every node has one child."""
+    if config.is_dynamic:
         return _dynamic(config.top_k, config.max_depth, config.num_nodes)
     if config.tree == "chain":
         return _static(tuple((0,) * depth for depth in range(1, config.max_depth + 1)))
     return _static(config.choices)
+
+
+def tree_shapes(config: EagleConfig) -> tuple[TreeShape, ...]:
+    """The shapes that a step may have: of an adaptive tree, plain decoding, then from shallow to deep three numbers of nodes for each depth; of any other tree, the one."""
+    if config.tree != "adaptive":
+        return (tree_shape(config),)
+    shapes = [PLAIN]
+    for depth in _spread(config.max_depth):
+        pool = config.top_k + (depth - 1) * config.top_k**2
+        most = min(config.num_nodes, pool + 1)
+        # A chain; a node beside each of it; a bush.
+        shapes += [_dynamic(config.top_k, depth, nodes) for nodes in sorted({min(size, most) for size in (depth + 1, 2 * depth + 1, 4 * depth)}) if nodes > depth]
+    largest = tree_shape(config)
+    return tuple(shapes) + (() if any((shape.max_depth, shape.num_nodes) == (largest.max_depth, largest.num_nodes) for shape in shapes) else (largest,))
+
+
+def _spread(max_depth: int) -> list[int]:
+    """1, 2, 3, 4, 6, 8, 12, ... and max_depth: the deeper, the less a level more or less matters."""
+    depths = [1, 2, 3] + [step << i for i in range(5) for step in (4, 6)]
+    return [depth for depth in depths if depth < max_depth] + [max_depth]
 
 
 def _dynamic(top_k: int, max_depth: int, num_nodes: int) -> TreeShape:

@@ -82,6 +82,40 @@ def test_generate_stop_strings_and_tokens(run):
     assert stopped["token_ids"] == whole["token_ids"][: whole["token_ids"].index(token) + 1] and stopped["stop_reason"] == token
 
 
+def test_generate_penalties_forms_and_logprobs(run, tmp_path):
+    options = ("Hello", "--max-new-tokens", 20, "--json")
+    plain = json.loads(run("generate", *options, "--ignore-eos")[1])["outputs"][0]
+    assert "logprobs" not in plain and "answers" not in plain
+    for option in (("--repetition-penalty", 1.5), ("--presence-penalty", 1.9), ("--frequency-penalty", 1.9)):
+        assert json.loads(run("generate", *options, "--ignore-eos", *option)[1])["outputs"][0]["token_ids"] != plain["token_ids"], option
+    told = json.loads(run("generate", *options, "--ignore-eos", "--logprobs", 2)[1])["outputs"][0]
+    assert told["token_ids"] == plain["token_ids"] and [place[0]["token_id"] for place in told["logprobs"]] == plain["token_ids"]
+    assert told["cumulative_logprob"] == sum(place[0]["logprob"] for place in told["logprobs"]) and all(len(place) == 2 for place in told["logprobs"])
+    assert json.loads(run("generate", *options, "--regex", "[ab]{5}!")[1])["outputs"][0]["text"].rstrip("ab!") == ""
+    schema, grammar = tmp_path / "schema.json", tmp_path / "grammar.lark"
+    schema.write_text('{"type": "integer", "minimum": 10, "maximum": 99}')
+    grammar.write_text('start: ("x" | "y")+ "?"')
+    assert 10 <= int(json.loads(run("generate", *options, "--json-schema", schema)[1])["outputs"][0]["text"]) <= 99
+    assert set(json.loads(run("generate", *options, "--grammar", grammar)[1])["outputs"][0]["text"]) <= set("xy?")
+    long = json.loads(run("generate", "Hello", "--max-new-tokens", 20, "--min-tokens", 9, "--stop-token-id", plain["token_ids"][0], "--ignore-eos", "--json")[1])["outputs"][0]
+    assert len(long["token_ids"]) >= 10
+    assert "add --json" in one_error(run("generate", "Hello", "--logprobs", 2))
+    assert "--grammar" in one_error(run("generate", "Hello", "--grammar", tmp_path / "nowhere"))
+    assert "not allowed with" in one_error(run("generate", "Hello", "--grammar", grammar, "--regex", "a"))
+    schema.write_text("{")
+    assert "no JSON" in one_error(run("generate", "Hello", "--json-schema", schema))
+
+
+def test_generate_several_answers(run):
+    options = ("generate", "Hello", "--max-new-tokens", 8, "--ignore-eos", "--temperature", 1.5, "--seed", 4, "--n", 3)
+    status, out, err = run(*options)
+    output = json.loads(run(*options, "--json")[1])["outputs"][0]
+    texts = [answer["text"] for answer in output["answers"]]
+    assert status == 0 and out == "".join(f"=== 1, answer {i + 1}\n{text}\n\n" for i, text in enumerate(texts)) and "24 tokens" in err
+    assert len(set(texts)) == 3 and output["text"] == texts[0]
+    assert run("generate", "Hello", "--max-new-tokens", 8, "--ignore-eos", "--temperature", 1.5, "--seed", 5)[1] == texts[1] + "\n"
+
+
 # chat
 
 

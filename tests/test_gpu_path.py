@@ -66,8 +66,8 @@ def steps_with_logits(engine: Engine, prompt: list[int], params: SamplingParams)
     rows, recorded = {}, {}
     target, original = engine.models.target, engine.models.target.logits
 
-    def logits(features: torch.Tensor) -> torch.Tensor:
-        rows["last"] = original(features)
+    def logits(features: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        rows["last"] = original(features, out)
         return rows["last"]
 
     request_id = engine.add_request(prompt, params)
@@ -111,6 +111,21 @@ def test_tree_logits_and_tokens_are_those_of_plain_decoding_bit_for_bit(interpre
         assert_exact(tree_logits[position], plain_logits[position])
     used = {"linear", "embedding", "rms_norm", "silu_mul", "rope_store_kv", "tree_attention", "sample", "advance"}
     assert used <= {name for name, count in interpreted.items() if count > 0}
+
+
+def test_changed_logits_and_logprobs_on_the_triton_kernels(interpreted: Counter) -> None:
+    """Requests that change their logits beside one that does not, in rows of an odd vocabulary, so that slices of a batch are not aligned."""
+    target = rows_target("llama")
+    prompts = [random_tokens(3 + i, 4 + i) for i in range(2)]
+    changed = dict(temperature=0.9, seed=2, max_tokens=6, repetition_penalty=1.6, presence_penalty=0.5, frequency_penalty=0.4, logit_bias={7: 3.0, 9: -100.0}, logprobs=2, prompt_logprobs=1)
+    params = [SamplingParams(temperature=0.0, max_tokens=6), SamplingParams(**changed)]
+    expected = [make(target, None).generate([prompt], param)[0] for prompt, param in zip(prompts, params)]
+    assert expected[1].token_ids != make(target, None).generate([prompts[1]], SamplingParams(temperature=0.9, seed=2, max_tokens=6))[0].token_ids
+    drafter = bigram_drafter(target, [prompt + output.token_ids for prompt, output in zip(prompts, expected)])
+    outputs = make(target, drafter, top_k=2, max_depth=3, num_nodes=6).generate(prompts, params)
+    assert [output.token_ids for output in outputs] == [output.token_ids for output in expected]
+    assert outputs[1].outputs[0].logprobs == expected[1].outputs[0].logprobs and outputs[1].prompt_logprobs == expected[1].prompt_logprobs
+    assert outputs[1].stats.acceptance_length > 1.5 and interpreted["logits_topk"] > 0
 
 
 def test_a_drafter_on_the_triton_kernels(interpreted: Counter) -> None:

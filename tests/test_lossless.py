@@ -67,8 +67,8 @@ def record_logits(engine, prompt, params) -> dict[int, torch.Tensor]:
     target = engine.models.target
     original = target.logits
 
-    def logits(features):
-        rows["last"] = original(features)
+    def logits(features, out=None):
+        rows["last"] = original(features, out)
         return rows["last"]
 
     target.logits = logits

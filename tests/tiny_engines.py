@@ -9,10 +9,12 @@ from pathlib import Path
 import torch
 from eagle_engine import EagleConfig, Engine, SamplingParams
 from eagle_engine.checkpoint import open_checkpoint
+from eagle_engine.cost_profile import CostProfile
 from eagle_engine.drafter import Drafter
 from eagle_engine.drafter_format import parse_drafter_config
 from eagle_engine.target import TargetModel
-from eagle_engine.tree_shape import PLAIN
+from eagle_engine.graphs import batch_buckets
+from eagle_engine.tree_shape import PLAIN, tree_shapes
 from eagle_kernels import HeadTopK, PackedWeight, logits_topk, unpack_weight
 from tiny_targets import save_directory
 from torch import Tensor
@@ -104,7 +106,7 @@ class KnowingDrafter:
     """
 
     def __init__(self, target: TargetModel, predict, drafter: Drafter | None = None) -> None:
-        self.predict, self.drafter = predict, drafter
+        self.predict, self.drafter, self.window = predict, drafter, 0
         like = drafter or random_drafter(target)
         self.config, self.hidden_size = like.config, like.config.layer.hidden_size
         self.captured_layers, self.fuse = like.captured_layers, like.fuse
@@ -156,9 +158,16 @@ def bigram_drafter(target: TargetModel, texts: list[list[int]], drafter: Drafter
     return KnowingDrafter(target, lambda token, _position: table[token], drafter)
 
 
-def make_engine(target: TargetModel, drafter, tokenizer=None, *, eos: tuple[int, ...] = (), **options) -> Engine:
-    options = {"max_model_len": 200, "max_batch_size": 4, "page_size": 4} | options
-    return Engine(target, drafter, tokenizer, EagleConfig(**options), eos_token_ids=eos)
+def make_engine(target: TargetModel, drafter, tokenizer=None, *, eos: tuple[int, ...] = (), profile: CostProfile | None = None, **options) -> Engine:
+    config = EagleConfig(**({"max_model_len": 200, "max_batch_size": 4, "page_size": 4} | options))
+    return Engine(target, drafter, tokenizer, config, eos_token_ids=eos, profile=profile or made_up_profile(config))
+
+
+def made_up_profile(config: EagleConfig, *, node: float = 0.04, level: float = 0.06) -> CostProfile:
+    """What steps could cost: a plain step 1, each further node of a sequence and each level a little. Measured ones would be the machine's mood, with targets as tiny as these."""
+    shapes, batches = tree_shapes(config), list(batch_buckets(config.max_batch_size))
+    base = [[1.0 + node * (batch * shape.num_nodes - 1) + level * len(shape.levels) for batch in batches] for shape in shapes]
+    return CostProfile([[shape.max_depth, shape.num_nodes] for shape in shapes], batches, base, [0.0] * len(shapes), 64)
 
 
 @torch.inference_mode()
@@ -167,7 +176,7 @@ def begin_requests(engine: Engine) -> None:
     while engine.scheduler.prefill() or engine.scheduler.prefilling is not None:
         pass
     if not engine.captures_steps:
-        engine._deliver(list(engine.scheduler.running), engine.state.output_ring[: len(engine.scheduler.running)])
+        engine._deliver(list(engine.scheduler.running), None, engine.state.outputs)
     for request in engine.scheduler.running:
         longest = engine.pages.pages_for(len(request.prompt_ids) + request.limit + engine.scheduler._step_rows)
         engine.scheduler._grow(request, longest - len(request.pages))

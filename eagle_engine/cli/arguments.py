@@ -8,7 +8,7 @@ from pathlib import Path
 from types import UnionType
 from typing import get_args, get_origin, get_type_hints
 
-from eagle_engine.config import ACCEPTANCE_RULES, TREES, EagleConfig
+from eagle_engine.config import ACCEPTANCE_RULES, DEFAULT_SIZES, TREES, EagleConfig
 from eagle_engine.drafter_config import LAYER_ID_CONVENTIONS
 from eagle_engine.errors import EagleError
 from eagle_engine.evaluation import SUITES
@@ -177,10 +177,10 @@ def _layer_ids(group) -> None:
 
 def _tree(sub: argparse.ArgumentParser) -> None:
     group = sub.add_argument_group("draft tree")
-    group.add_argument("--tree", choices=TREES, default=DEFAULTS.tree, help="dynamic: shaped by the drafter's confidence (EAGLE-2); static: a fixed shape (EAGLE-1); chain (default: %(default)s)")
-    group.add_argument("--tree-top-k", type=int, default=DEFAULTS.top_k, metavar="N", help="dynamic tree: continuations of a node, and nodes expanded per level (default: %(default)s)")
-    group.add_argument("--max-depth", type=int, default=DEFAULTS.max_depth, metavar="N", help="dynamic tree and chain: greatest depth of a node (default: %(default)s)")
-    group.add_argument("--num-nodes", type=int, default=DEFAULTS.num_nodes, metavar="N", help="dynamic tree: nodes, the root included (default: %(default)s)")
+    group.add_argument("--tree", choices=TREES, default=DEFAULTS.tree, help="dynamic: shaped by the drafter's confidence (EAGLE-2); adaptive: also sized, step by step, by what pays; static: a fixed shape (EAGLE-1); chain (default: %(default)s)")
+    group.add_argument("--tree-top-k", type=int, metavar="N", help=f"dynamic tree: continuations of a node, and nodes expanded per level; adaptive: the most (default: {DEFAULTS.top_k}; adaptive: {DEFAULT_SIZES['adaptive']['top_k']})")
+    group.add_argument("--max-depth", type=int, metavar="N", help=f"dynamic tree and chain: greatest depth of a node; adaptive: the most (default: {DEFAULTS.max_depth}; adaptive: {DEFAULT_SIZES['adaptive']['max_depth']})")
+    group.add_argument("--num-nodes", type=int, metavar="N", help=f"dynamic tree: nodes, the root included; adaptive: the most (default: {DEFAULTS.num_nodes}; adaptive: {DEFAULT_SIZES['adaptive']['num_nodes']})")
     group.add_argument("--choices", metavar="FILE", help="static tree: JSON list of paths of ranks, such as [[0], [1], [0, 0]] (default: a small built-in tree)")
     rule = "exact: the tokens of plain decoding; rejection: its distribution, for chains and static trees (default: %(default)s)"
     group.add_argument("--acceptance", choices=ACCEPTANCE_RULES, default=DEFAULTS.acceptance, help=rule)

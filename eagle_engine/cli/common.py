@@ -153,6 +153,7 @@ def describe_models(args: argparse.Namespace, engine) -> str:
         return text
     config, shape = engine.config, engine.models.shape
     tree = {
+        "adaptive": f"adaptive tree, top_k {config.top_k}, max_depth up to {config.max_depth}, num_nodes up to {config.num_nodes}",
         "dynamic": f"dynamic tree, top_k {config.top_k}, max_depth {config.max_depth}, num_nodes {config.num_nodes}",
         "static": f"static tree, {shape.num_nodes} nodes, depth {shape.max_depth}",
         "chain": f"chain of {shape.max_depth}",

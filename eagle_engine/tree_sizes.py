@@ -1,0 +1,139 @@
+"""Which tree the next step grows: the one that promises the most tokens per second, by what steps cost on this machine and by what trees have brought lately."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from eagle_engine.cost_profile import CostProfile
+from eagle_engine.tree_shape import TreeShape
+
+RECENT = 0.25  # weight of the last step in a request's own estimate: its text turns from easy to hard within some ten tokens
+LASTING = 0.02  # and in the estimate that all requests share, which new ones start from
+TRUST_STEPS = 2.0  # drafts for which the drafter's confidence is taken at its word before outcomes correct it
+TRUST_DECAY = 0.99
+FIRST_PROBE, LAST_PROBE = 32, 512  # steps of plain decoding before the drafter is tried again, doubled each time it does not pay
+REFRESH = 128  # steps after which the deepest tree is grown again, for what is known of it
+MARGIN = 1.01  # by which drafting must promise to beat plain decoding: a gain smaller than this is lost in what the estimates do not see
+
+
+class Candidate(NamedTuple):
+    """One shape in one decision.
+
+    tokens   expected per step, over all sequences
+    seconds  cost of a step
+    """
+
+    shape: TreeShape
+    tokens: float
+    seconds: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds
+
+
+@dataclass
+class Decision:
+    """Why a step has the tree that it has.
+
+    reason      "best": most tokens per second; "probe", "refresh", "first": grown to learn what it brings; "off": no tree promises more than plain decoding
+    candidates  what was compared; empty before anything is known
+    """
+
+    shape: TreeShape
+    reason: str
+    batch: int
+    context: float
+    candidates: list[Candidate] = field(default_factory=list)
+
+
+class TreeSizes:
+    """Chooses a shape for each step, for all running sequences together. Everything it knows is known one step late, and the text does not depend on it.
+
+    The expected number of accepted drafts of a shape is the sum of path confidences over its nodes, as `tree_gains` reads it off the pool of the step before, kept per request and for all; what of it came
+    true (`trust`) corrects it. Of shapes deeper than the last tree a request keeps what it knows, in proportion to how the shallow ones have changed since.
+
+    shapes  the first is plain decoding
+    """
+
+    def __init__(self, shapes: Sequence[TreeShape], profile: CostProfile) -> None:
+        self.shapes, self.profile = tuple(shapes), profile
+        self.decision: Decision | None = None
+        self.num_steps = dict.fromkeys(range(len(self.shapes)), 0)
+        # By the confidence of the executed tree, in drafts (rounded down to halves): steps, sum of the expected, sum of the accepted.
+        self.by_confidence: dict[float, list[float]] = {}
+        self._shared: list[float | None] = [None] * (len(self.shapes) - 1)
+        self._expected = self._accepted = 0.0
+        self._plain_steps, self._probe_after, self._since_deepest = 0, FIRST_PROBE, 0
+
+    @property
+    def trust(self) -> float:
+        """Drafts accepted for each that the drafter's confidence promised."""
+        return (self._accepted + TRUST_STEPS) / (self._expected + TRUST_STEPS)
+
+    def choose(self, gains: Sequence[list[float]], context: float) -> int:
+        """Index of the shape for the next step.
+
+        gains    one list per running sequence, as `observe` returned it; [] for a new one
+        context  mean number of committed rows
+        """
+        batch, deepest = len(gains), len(self.shapes) - 1
+        index, reason, candidates = deepest, "first", []
+        if all(value is not None for value in self._shared):
+            candidates = self._candidates(gains, context)
+            best = max(range(1, len(candidates)), key=lambda i: candidates[i].tokens_per_second)
+            pays = candidates[best].tokens_per_second > MARGIN * candidates[0].tokens_per_second
+            index, reason = (best, "best") if pays else (0, "off")
+            if not pays and self._plain_steps >= self._probe_after:
+                # The cheapest look at how sure the drafter is.
+                index, reason = min(range(1, len(candidates)), key=lambda i: candidates[i].seconds), "probe"
+            elif pays and self._since_deepest >= REFRESH:
+                index, reason = deepest, "refresh"
+        if index == 0:
+            self._plain_steps += 1
+        elif reason == "probe":
+            self._plain_steps, self._probe_after = 0, min(2 * self._probe_after, LAST_PROBE)
+        elif reason == "best":
+            self._plain_steps, self._probe_after = 0, FIRST_PROBE
+        self._since_deepest = 0 if self.shapes[index].max_depth == self.shapes[deepest].max_depth else self._since_deepest + 1
+        self.num_steps[index] += 1
+        self.decision = Decision(self.shapes[index], reason, batch, context, candidates)
+        return index
+
+    def observe(self, index: int, before: list[float], measured: list[float], accepted: int) -> list[float]:
+        """Take the outcome of a step for one sequence; what is known of it from now on.
+
+        index     shape of the step
+        before    what was known
+        measured  expected drafts of each shape with drafts, below 0: not known
+        accepted  drafts that were accepted
+        """
+        if index == 0:
+            return before
+        expected = measured[index - 1]
+        self._expected = TRUST_DECAY * self._expected + expected
+        self._accepted = TRUST_DECAY * self._accepted + accepted
+        place = self.by_confidence.setdefault(int(2 * expected) / 2, [0, 0.0, 0.0])
+        for i, value in enumerate((1, expected, accepted)):
+            place[i] += value
+        known = [value if value >= 0 else None for value in measured]
+        for i, value in enumerate(known):
+            if value is not None:
+                shared = self._shared[i]
+                self._shared[i] = value if shared is None else shared + LASTING * (value - shared)
+        if any(value is None for value in self._shared):
+            return before
+        ratio = known[index - 1] / max(self._shared[index - 1], 1e-6)
+        told = [value if value is not None else ratio * self._shared[i] for i, value in enumerate(known)]
+        old = before or self._shared
+        return [a + RECENT * (b - a) for a, b in zip(old, told)]
+
+    def _candidates(self, gains: Sequence[list[float]], context: float) -> list[Candidate]:
+        trust, batch = self.trust, len(gains)
+        found = []
+        for i, shape in enumerate(self.shapes):
+            accepted = 0.0 if i == 0 else sum(min(trust * (own[i - 1] if own else self._shared[i - 1]), shape.max_depth) for own in gains)
+            found.append(Candidate(shape, batch + accepted, self.profile.seconds(i, batch, context)))
+        return found

@@ -1,0 +1,318 @@
+"""Answers of a given form: they have it, they end with it, and they are those of plain decoding."""
+
+import json
+import re
+from functools import cache
+
+import llguidance
+import pytest
+import torch
+from eagle_engine import EagleError, SamplingParams, StructuredOutputs
+from eagle_engine.structured_outputs import Grammars, GrammarState, byte_of_character, token_bytes
+from eagle_engine.tokenizer import Tokenizer
+from helpers import parents_strategy
+from hypothesis import given
+from hypothesis import strategies as st
+from tiny_engines import TREES, bigram_drafter, make_engine, oracle_drafter, random_drafter, tiny_target
+from tiny_targets import VOCAB_SIZE, random_tokens
+from tiny_tokenizers import EOS, json_tokenizer
+from tokenizers import Regex, decoders, models
+from tokenizers import Tokenizer as Backend
+from tokenizers.pre_tokenizers import ByteLevel
+
+PROMPT = random_tokens(40, 8)
+SAMPLING = {"greedy": dict(temperature=0.0), "sampled": dict(temperature=1.5, seed=11)}
+SCHEMA = {
+    "type": "object", "additionalProperties": False, "required": ["a", "ok", "list"],
+    "properties": {
+        "a": {"type": "string", "pattern": "^[a-cé]{2,4}$"}, "ok": {"type": "boolean"}, "n": {"type": "integer", "minimum": 0, "maximum": 99},
+        "list": {"type": "array", "items": {"enum": ["é", "abc", 12, None]}, "minItems": 2, "maxItems": 4},
+    },
+}  # fmt: skip
+FORMS = {
+    "json": StructuredOutputs(json=SCHEMA),
+    "json-text": StructuredOutputs(json=json.dumps({"enum": ["true", 12, None, {"abc": [False]}]})),
+    "regex": StructuredOutputs(regex=r"(ab|cé|[d-f]+){3,5}: [0-9]{2,6}(é|x)"),
+    "choice": StructuredOutputs(choice=["abcabé", "true", 'x"y\\z', "é"]),
+    "lark": StructuredOutputs(grammar='start: sum\nsum: NUMBER ("-" sum)? | "[" sum "]"\nNUMBER: /[0-9]{1,3}/'),
+    "gbnf": StructuredOutputs(grammar='root ::= "{" pair ("," pair)* "}"\npair ::= [a-e] ":" [0-9] [0-9]?'),
+}
+
+
+def accepts(form: str, text: str) -> bool:
+    """Whether a text has the form, without the library that made it so."""
+    if form == "json":
+        value = json.loads(text)
+        strings = all(item in ("é", "abc", 12, None) for item in value["list"]) and 2 <= len(value["list"]) <= 4
+        return set(value) <= {"a", "ok", "n", "list"} and bool(re.fullmatch("[a-cé]{2,4}", value["a"])) and isinstance(value["ok"], bool) and strings and 0 <= value.get("n", 0) <= 99
+    if form == "json-text":
+        return json.loads(text) in ["true", 12, None, {"abc": [False]}]
+    if form == "choice":
+        return text in FORMS["choice"].choice
+    if form == "lark":
+        inner = text.replace("[", "").replace("]", "")
+        return bool(re.fullmatch(r"[0-9]{1,3}(-[0-9]{1,3})*", inner)) and text.count("[") == text.count("]")
+    return bool(re.fullmatch(FORMS["regex"].regex if form == "regex" else r"\{[a-e]:[0-9]{1,2}(,[a-e]:[0-9]{1,2})*\}", text))
+
+
+def params_of(form: str, sampling: str, **options) -> SamplingParams:
+    # White space and long sums are allowed without end, and this target likes both.
+    likes = {json_tokenizer().backend.token_to_id(piece): bias for piece, bias in (("Ġ", -6.0), ("Ġ}", -6.0), ("-", -4.0), ("[", -4.0))}
+    return SamplingParams(**(dict(max_tokens=120, structured_outputs=FORMS[form], logit_bias=likes) | SAMPLING[sampling] | options))
+
+
+def engine_of(drafter, eos: tuple[int, ...] = (EOS,), **options):
+    return make_engine(tiny_target("llama"), drafter, json_tokenizer(), eos=eos, **options)
+
+
+@cache
+def plain_answer(form: str, sampling: str):
+    return engine_of(None).generate([PROMPT], params_of(form, sampling))[0]
+
+
+@pytest.mark.parametrize("sampling", SAMPLING)
+@pytest.mark.parametrize("form", FORMS)
+def test_answers_have_the_form_and_end_with_it(form, sampling):
+    output = plain_answer(form, sampling)
+    assert (output.finish_reason, output.stop_reason, output.error) == ("stop", None, None)
+    assert output.token_ids[-1] == EOS and accepts(form, output.text), output.text
+
+
+@pytest.mark.parametrize("sampling", SAMPLING)
+@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("form", FORMS)
+def test_speculative_equals_plain(form, tree, sampling):
+    target, expected = tiny_target("llama"), plain_answer(form, sampling)
+    for drafter in (random_drafter(target), bigram_drafter(target, [PROMPT + expected.token_ids]), oracle_drafter(target, PROMPT + expected.token_ids, ranks=[0, 0, 1, 0])):
+        output = engine_of(drafter, **TREES[tree]).generate([PROMPT], params_of(form, sampling))[0]
+        assert (output.token_ids, output.text, output.finish_reason) == (expected.token_ids, expected.text, expected.finish_reason)
+    assert output.stats.acceptance_length > 1.5 or len(expected.token_ids) < 5
+
+
+@pytest.mark.parametrize("form", ["json", "regex", "gbnf"])
+def test_grammars_that_are_frozen_over_the_tree_are_noticed(form, monkeypatch):
+    """A planted fault: every node is given what the grammar allows after the root."""
+    right = GrammarState.allowed
+    monkeypatch.setattr(GrammarState, "allowed", lambda self, tokens, parent: right(self, [-1], [-1]).expand(len(tokens), -1))
+    expected = plain_answer(form, "greedy")
+    drafter = oracle_drafter(tiny_target("llama"), PROMPT + expected.token_ids)
+    assert engine_of(drafter).generate([PROMPT], params_of(form, "greedy"))[0].token_ids != expected.token_ids
+
+
+@pytest.mark.parametrize("ending", ["end token", "no end token", "limit"])
+@pytest.mark.parametrize("depth", range(1, 5))
+def test_a_grammar_ends_inside_an_accepted_run(depth, ending):
+    """The oracle knows what follows an answer without a grammar; `depth` shifts where in a run the form is complete."""
+    target = tiny_target("llama")
+    form = StructuredOutputs(regex=f"[a-z]{{{8 + depth}}}:")
+    eos = () if ending == "no end token" else (EOS,)
+    params = SamplingParams(temperature=0.0, max_tokens=9 + depth if ending == "limit" else 40, structured_outputs=form)
+    single = {json_tokenizer().backend.token_to_id(piece): -100.0 for piece in ("ab", "abc", "true", "false", "null")}
+    params = SamplingParams(temperature=0.0, max_tokens=params.max_tokens, structured_outputs=form, logit_bias=single)
+    expected = engine_of(None, eos).generate([PROMPT], params)[0]
+    assert len(expected.token_ids) == 9 + depth + (ending == "end token") and expected.text.endswith(":")
+    assert expected.finish_reason == ("length" if ending == "limit" else "stop")
+    drafter = oracle_drafter(target, PROMPT + expected.token_ids + [5] * 20)
+    for tree in TREES.values():
+        output = engine_of(drafter, eos, **tree).generate([PROMPT], params)[0]
+        assert (output.token_ids, output.text, output.finish_reason) == (expected.token_ids, expected.text, expected.finish_reason)
+        assert output.stats.acceptance_length > 2
+
+
+def test_without_an_end_token_the_answer_goes_on_while_it_may():
+    """[a-b]+ is complete after each letter and never over: only max_tokens ends it."""
+    params = SamplingParams(temperature=0.0, max_tokens=17, structured_outputs=StructuredOutputs(regex="[a-b]+"))
+    for drafter in (None, random_drafter(tiny_target("llama"))):
+        output = engine_of(drafter, ()).generate([PROMPT], params)[0]
+        assert output.finish_reason == "length" and len(output.token_ids) == 17 and set(output.text) <= set("ab")
+
+
+def test_a_dead_end_ends_its_own_request_only():
+    """No token has a byte of ж: the grammar can begin and not go on."""
+    fine = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+    for regex, begin in (("aж", "a"), ("ж", "")):
+        stuck = SamplingParams(temperature=0.0, max_tokens=6, structured_outputs=StructuredOutputs(regex=regex))
+        for drafter in (None, oracle_drafter(tiny_target("llama"), PROMPT + [json_tokenizer().backend.token_to_id("a"), 0, 5])):
+            outputs = engine_of(drafter).generate([PROMPT] * 3, [fine, stuck, fine])
+            assert [output.finish_reason for output in outputs] == ["length", "error", "length"]
+            assert outputs[1].error == f"structured_outputs: the grammar has come to a dead end at position {len(PROMPT) + len(begin)}: no token of the vocabulary continues it"
+            assert outputs[1].text == begin and outputs[0].token_ids == outputs[2].token_ids
+
+
+@pytest.mark.parametrize(
+    "form, message",
+    [
+        (StructuredOutputs(regex="(a"), "regex: .*unclosed group$"), (StructuredOutputs(json={"type": "nope"}), "json: .*Invalid type: nope$"),
+        (StructuredOutputs(json={"type": "array", "contains": {}}), "json: .*contains"), (StructuredOutputs(grammar='start: "a'), "grammar: .*lexer error"),
+        (StructuredOutputs(grammar='root ::= "a'), "grammar: Unexpected end of input at line 1"), (StructuredOutputs(grammar="start: other"), "grammar: .*other"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_bad_grammar_ends_its_own_request_only(form, message):
+    fine = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+    engine = engine_of(random_drafter(tiny_target("llama")))
+    bad, good = engine.generate([PROMPT] * 2, [SamplingParams(structured_outputs=form), fine])
+    assert bad.finish_reason == "error" and re.match(f"structured_outputs: {message}", bad.error), bad.error
+    assert good.finish_reason == "length"
+    with pytest.raises(EagleError, match="structured_outputs"):
+        engine.add_request(PROMPT, SamplingParams(structured_outputs=form))
+    assert not engine.has_unfinished()
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (dict(), "got none"), (dict(regex="a", choice=["b"]), "got regex, choice"), (dict(json="{"), "no JSON"), (dict(json="3"), "an object, got 3"), (dict(json={"a": {1}}), "no JSON"),
+        (dict(regex=""), "regex: expected a non-empty string"), (dict(grammar=5), "grammar: expected"), (dict(choice=[]), "choice"), (dict(choice="ab"), "choice"), (dict(choice=["a", ""]), "choice"),
+    ],
+)  # fmt: skip
+def test_bad_forms_are_named(options, message):
+    with pytest.raises(EagleError, match=f"structured_outputs: .*{message}"):
+        StructuredOutputs(**options)
+
+
+@pytest.mark.parametrize("tree", TREES)
+def test_forms_side_by_side(tree):
+    """Forms of one batch, and requests without any, each as alone."""
+    target = tiny_target("llama")
+    params = [params_of(form, "sampled") for form in FORMS] + [SamplingParams(temperature=0.0, max_tokens=15, ignore_eos=True)] * 2
+    expected = [engine_of(None).generate([PROMPT], param)[0].token_ids for param in params]
+    engine = engine_of(bigram_drafter(target, [PROMPT + answer for answer in expected]), **TREES[tree])
+    assert [output.token_ids for output in engine.generate([PROMPT] * len(params), params)] == expected
+
+
+@given(data=st.data(), parents=parents_strategy(14))
+def test_what_a_tree_is_allowed_is_what_its_paths_are_allowed(data, parents):
+    """Any tree of any tokens at any place: where a node can be reached, what it is allowed is what a fresh grammar says after its path, and the walk leaves no trace."""
+    grammars = all_grammars()
+    form = data.draw(st.sampled_from(list(FORMS)))
+    answer = plain_answer(form, "sampled").token_ids
+    emitted = answer[: data.draw(st.integers(0, len(answer) - 1))]
+    # Mostly tokens that may follow, so that paths are long.
+    likely = st.sampled_from(answer) | st.integers(-1, VOCAB_SIZE - 1)
+    tokens = [-1] * len(parents)
+    depth = [0] * len(parents)
+    for node in range(1, len(parents)):
+        depth[node] = depth[parents[node]] + 1
+        tokens[node] = answer[min(len(emitted) + depth[node] - 1, len(answer) - 1)] if data.draw(st.booleans()) else data.draw(likely)
+    state = grammars.compile(FORMS[form])
+    state.take(emitted)
+    allowed = state.allowed(tokens, parents)
+    again = state.allowed(tokens, parents)
+    assert torch.equal(allowed, again)
+    for node in range(len(parents)):
+        path, at = [], node
+        while at > 0:
+            path.append(tokens[at])
+            at = parents[at]
+        fresh = grammars.compile(FORMS[form])
+        fresh.take(emitted)
+        reached = True
+        for token in path[::-1]:
+            reached = reached and 0 <= token != EOS and bool(fresh.allowed([-1], [-1])[0, token])
+            if reached:
+                fresh.take([token])
+        if reached:
+            assert torch.equal(allowed[node], fresh.allowed([-1], [-1])[0])
+
+
+@cache
+def all_grammars() -> Grammars:
+    return Grammars(json_tokenizer(), VOCAB_SIZE, (EOS,))
+
+
+def test_a_matcher_that_fails_takes_nothing_else_with_it():
+    """A matcher that fails stays failed. The node that it failed at is given nothing, the others what they are due."""
+    state = all_grammars().compile(FORMS["regex"])
+    right = state.allowed([-1, 0, 0], [-1, 0, 0])
+    a, e, b = (json_tokenizer().backend.token_to_id(piece) for piece in ("ab", "e", "d"))
+    tokens, parents = [-1, a, e, e, b], [-1, 0, 1, 0, 3]
+    expected = state.allowed(tokens, parents)
+
+    class Failing:
+        """A matcher that fails when it is to take `e` after `ab`."""
+
+        def __init__(self, matcher, taken=()):
+            self.matcher, self.taken, self.failed = matcher, list(taken), False
+
+        def try_consume_tokens(self, tokens):
+            if self.failed or self.taken + tokens == [a, e]:
+                self.failed = True
+                return 0
+            self.taken += tokens
+            return self.matcher.try_consume_tokens(tokens)
+
+        def rollback(self, count):
+            if self.failed:
+                return False
+            del self.taken[len(self.taken) - count :]
+            return self.matcher.rollback(count)
+
+        def consume_tokens(self, tokens):
+            self.taken += tokens
+            return self.matcher.consume_tokens(tokens)
+
+        def deep_copy(self):
+            return Failing(self.matcher.deep_copy(), self.taken)
+
+        def is_error(self):
+            return self.failed
+
+        def __getattr__(self, name):
+            return getattr(self.matcher, name)
+
+    state = all_grammars().compile(FORMS["regex"])
+    state._start, state._matcher = Failing(state._start), Failing(state._matcher)
+    allowed = state.allowed(tokens, parents)
+    assert not allowed[2].any() and expected[2].any()
+    assert torch.equal(allowed[[0, 1, 3, 4]], expected[[0, 1, 3, 4]]) and torch.equal(allowed[0], right[0])
+    state.take([a, e])
+    assert state.failure and not state.allowed([-1], [-1]).any()
+
+
+def test_the_vocabulary_as_bytes():
+    json_bytes = token_bytes(json_tokenizer().backend, VOCAB_SIZE + 2)
+    by_piece = {piece: json_bytes[json_tokenizer().backend.token_to_id(piece)] for piece in ("</s>", "Ġ", "Ã", "©", 'e"', "Ġ}", "\\")}
+    assert by_piece == {"</s>": b"</s>", "Ġ": b" ", "Ã": b"\xc3", "©": b"\xa9", 'e"': b'e"', "Ġ}": b" }", "\\": b"\\"}
+    assert json_bytes[-2:] == [b"", b""]
+    backend = Backend(models.BPE({"▁a": 0, "<0x0A>": 1, "é": 2, "a▁b": 3}, []))
+    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    assert token_bytes(backend, 4) == [b" a", b"\n", "é".encode(), b"a b"]
+    backend.decoder = decoders.Metaspace()
+    assert token_bytes(backend, 4) == [b" a", b"<0x0A>", "é".encode(), b"a b"]
+    for decoder, name in ((decoders.CTC(), "CTC"), (decoders.Replace(Regex("▁+"), " "), "Replace with a regex")):
+        backend.decoder = decoder
+        with pytest.raises(EagleError, match=name):
+            token_bytes(backend, 4)
+    characters = byte_of_character()
+    assert sorted(characters.values()) == list(range(256)) and set(characters) == set(ByteLevel.alphabet())
+
+
+def test_compiled_grammars_are_kept_and_shared_by_none(monkeypatch):
+    """One compilation for equal forms, and answers that do not see each other's place in it."""
+    compiled = []
+    original = llguidance.LLMatcher
+
+    class Counting:
+        def __new__(cls, vocabulary, grammar):
+            compiled.append(grammar)
+            return original(vocabulary, grammar)
+
+        grammar_from_lark = original.grammar_from_lark
+
+    monkeypatch.setattr(llguidance, "LLMatcher", Counting)
+    grammars = Grammars(json_tokenizer(), VOCAB_SIZE, (EOS,))
+    first, second = grammars.compile(StructuredOutputs(regex="ab?c")), grammars.compile(StructuredOutputs(regex="ab?c"))
+    first.take([json_tokenizer().backend.token_to_id("a")])
+    assert len(compiled) == 1 and not torch.equal(first.allowed([-1], [-1]), second.allowed([-1], [-1]))
+    for i in range(40):
+        grammars.compile(StructuredOutputs(regex=f"a{{{i + 1}}}"))
+    grammars.compile(StructuredOutputs(regex="ab?c"))
+    assert len(compiled) == 42
+
+
+def test_a_tokenizer_that_cannot_be_told_in_bytes_is_refused_by_name():
+    backend = Backend(models.WordLevel({"a": 0}, unk_token="a"))
+    backend.decoder = decoders.WordPiece()
+    engine = make_engine(tiny_target("llama"), None, Tokenizer(backend, None, {}, ()))
+    assert "WordPiece" in engine.generate([PROMPT], SamplingParams(structured_outputs=StructuredOutputs(regex="a")))[0].error
