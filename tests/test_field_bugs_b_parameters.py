@@ -113,5 +113,4 @@ def test_b42_a_grammar_at_temperature_zero_ends_like_plain_decoding(temperature)
     for drafter in (random_drafter(target), bigram_drafter(target, [PROMPT + expected.token_ids]), oracle_drafter(target, PROMPT + expected.token_ids)):
         output = make_engine(target, drafter, tokenizer, eos=(EOS,), **TREES["dynamic"]).generate(PROMPT, params)[0]
         assert (output.text, output.token_ids, output.finish_reason, output.error) == (expected.text, expected.token_ids, expected.finish_reason, None)
-    if expected.finish_reason == "stop":
-        assert set(json.loads(expected.text)) == {"a", "b"}
+    assert expected.finish_reason == "stop" and set(json.loads(expected.text)) == {"a", "b"}
