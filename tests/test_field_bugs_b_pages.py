@@ -18,10 +18,12 @@ def drafts_of(engine, prompts: list[list[int]], params: SamplingParams) -> tuple
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_b08_after_a_prefix_hit_the_drafts_are_those_of_a_cold_run(kind):
-    """The next turn of a conversation finds the prompt, written by a prefill, and the answer, written by steps that accepted and rejected drafts: the same trees, score for score, as without."""
+@pytest.mark.parametrize("length", [20, 21, 22, 23])
+def test_b08_after_a_prefix_hit_the_drafts_are_those_of_a_cold_run(kind, length):
+    """The next turn of a conversation finds the prompt, written by a prefill, and the answer, written by steps that accepted and rejected drafts and that ends anywhere in a page: the same trees, score for
+    score, as without."""
     target = tiny_target("llama", **FEW)
-    drafter, params = make_drafter(target, CONFIGS[kind](target)), SamplingParams(temperature=1.0, seed=4, max_tokens=24)
+    drafter, params = make_drafter(target, CONFIGS[kind](target)), SamplingParams(temperature=1.0, seed=4, max_tokens=length)
     warm, cold = (make_engine(target, drafter, page_size=4, **BUSHY) for _ in range(2))
     prompt = few_tokens(600, 11)
     (first,), (trees,) = drafts_of(warm, [prompt], params)
@@ -29,7 +31,7 @@ def test_b08_after_a_prefix_hit_the_drafts_are_those_of_a_cold_run(kind):
     turn = prompt + first.token_ids + few_tokens(601, 3)
     (hit,), (warm_trees,) = drafts_of(warm, [turn], params)
     (missed,), (cold_trees,) = drafts_of(cold, [turn], params)
-    assert hit.stats.num_cached_tokens >= 28 and missed.stats.num_cached_tokens == 0
+    assert hit.stats.num_cached_tokens >= 24 and missed.stats.num_cached_tokens == 0
     assert hit.token_ids == missed.token_ids == plain_tokens(target, turn, params) and warm_trees == cold_trees
 
 
