@@ -281,10 +281,11 @@ class Engine:
         running = list(scheduler.running)
         if not running:
             return
+        most_pending = self._pending
         shape = self._choose_shape(running)
         if eager:
             observe = None if self._observer is None else partial(self._observer, [request.request_id for request in running])
-            run_step(self._models_of(shape), self.state, len(running), self.timer, observe, [request.updated_processor() for request in running])
+            run_step(self._models_of(shape), self.state, len(running), self.timer, observe, [request.updated_processor() for request in running], most_pending)
             self._deliver(running, shape, self.state.outputs)
         else:
             # What is read is the step before: the one that runs while a sequence turns out to have ended is thrown away.
