@@ -162,6 +162,7 @@ def _models(sub: argparse.ArgumentParser, batch: bool = True) -> None:
     vocab = "draft only the N most frequent tokens, or those in a file; all; auto: the most frequent for the demo's drafter, else all"
     group.add_argument("--draft-vocab", type=_draft_vocab, default="auto", metavar="N|FILE|all", help=vocab)
     _layer_ids(group)
+    group.add_argument("--draft-window", type=int, default=0, metavar="N", help="tokens that the drafter's attention reaches back, for texts longer than those it was trained on; 0: all (default)")
     group.add_argument("--threads", type=int, metavar="N", help="default: one for each core")
     group.add_argument("--max-model-len", type=int, metavar="N", help="most tokens of prompt and answer together (default: what the model was made for, at most 8192)")
     if batch:

@@ -77,7 +77,7 @@ def load_engine(args: argparse.Namespace):
     from eagle_engine.engine import Engine
 
     return Engine.from_pretrained(
-        args.target, args.draft, device=args.device, dtype=args.dtype, draft_vocab=args.draft_vocab, draft_layer_ids=args.draft_layer_ids, threads=args.threads, progress=show_progress(), config=config
+        args.target, args.draft, device=args.device, dtype=args.dtype, draft_vocab=args.draft_vocab, draft_layer_ids=args.draft_layer_ids, draft_window=args.draft_window, threads=args.threads, progress=show_progress(), config=config
     )
 
 
