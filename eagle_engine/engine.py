@@ -130,6 +130,7 @@ class Engine:
         threads: int | None = None,
         progress: bool = True,
         config: EagleConfig | None = None,
+        profile: CostProfile | None = None,
         **options,
     ) -> Engine:
         """Load a target and its drafter.
@@ -144,6 +145,7 @@ class Engine:
         draft_layer_ids  "input" or "output": what eagle_aux_hidden_state_layer_ids of an EAGLE-3 drafter count where its config.json does not say: inputs of those layers (vLLM) or outputs (SGLang)
         draft_window  tokens that the drafter's attention reaches back, for texts longer than those it was trained on; 0: all. The text does not depend on it
         threads      of torch and the kernels; None leaves them as they are
+        profile      as for the constructor
         options      fields of EagleConfig, instead of `config`
 
         EagleError says what is wrong with a file or an option.
@@ -151,7 +153,7 @@ class Engine:
         config = config_of(config, options)
         if threads is not None:
             torch.set_num_threads(threads)
-        return cls(*load_models(target, draft, config, device, dtype, draft_vocab, draft_layer_ids, draft_window, progress), config)
+        return cls(*load_models(target, draft, config, device, dtype, draft_vocab, draft_layer_ids, draft_window, progress), config, profile=profile)
 
     @property
     def memory_bytes(self) -> dict[str, int]:
