@@ -90,7 +90,7 @@ def build_parser() -> argparse.ArgumentParser:
     calibration = "answer the prompts once more, not timed, and compare the drafter's confidence in each draft with how often the target chooses it: by confidence and by depth, with their correlation"
     group.add_argument("--calibration", action="store_true", help=calibration)
     group.add_argument("--plot", metavar="FILE", help="draw that to a .png or .svg file (implies --calibration; needs matplotlib)")
-    _models(sub)
+    _models(sub, prefix_caching=False)  # every prompt is to cost what it costs alone
     _tree(sub)
     _sampling(sub, max_tokens=128, seed="0")
 
@@ -171,7 +171,7 @@ def _prompt_form(sub: argparse.ArgumentParser) -> None:
     group.add_argument("--system", metavar="TEXT", help="system message for the chat template")
 
 
-def _models(sub: argparse.ArgumentParser, batch: int | None = 1) -> None:
+def _models(sub: argparse.ArgumentParser, batch: int | None = 1, prefix_caching: bool = True) -> None:
     """batch: prompts that are answered together unless the user says so; None: one, and no option."""
     group = sub.add_argument_group("models")
     group.add_argument("--target", default="demo", metavar="MODEL", help="demo, a Hugging Face directory, a .gguf file or a hub id (default: %(default)s)")
@@ -186,6 +186,8 @@ def _models(sub: argparse.ArgumentParser, batch: int | None = 1) -> None:
     group.add_argument("--draft-window", type=int, default=0, metavar="N", help="tokens that the drafter's attention reaches back, for texts longer than those it was trained on; 0: all (default)")
     group.add_argument("--threads", type=int, metavar="N", help="default: one for each core")
     group.add_argument("--max-model-len", type=int, metavar="N", help="most tokens of prompt and answer together (default: what the model was made for, at most 8192)")
+    caching = "find the rows of a beginning that earlier prompts had too, instead of computing them anew (default: %(default)s)"
+    group.add_argument("--prefix-caching", action=argparse.BooleanOptionalAction, default=prefix_caching, help=caching)
     if batch is not None:
         group.add_argument("--batch-size", type=int, default=batch, metavar="N", help="prompts that are answered together (default: %(default)s)")
     else:

@@ -76,6 +76,7 @@ def load_engine(args: argparse.Namespace, profile: CostProfile | None = None):
         max_batch_size=args.batch_size,
         deterministic=args.deterministic,
         enforce_eager=args.enforce_eager,
+        enable_prefix_caching=args.prefix_caching,
     )
     from eagle_engine.engine import Engine
 
