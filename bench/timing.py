@@ -1,70 +1,16 @@
-"""What the benchmarks share: interleaved timing on either device, the device's ceilings, tables."""
+"""What the benchmarks share: timing on either device, tables; the device's ceilings are the package's."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import statistics
-import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-Call = Callable[[], object]
-
-
-class Ceilings(NamedTuple):
-    """What the device reaches, measured in the same run as the kernels.
-
-    read_bandwidth  bytes per second, reading a buffer much larger than the last-level cache
-    copy_bandwidth  bytes per second read and written together, copying such a buffer
-    fma_rate        floating-point operations per second of a large matrix product: fp32 on the CPU, bf16 on CUDA
-    """
-
-    read_bandwidth: float
-    copy_bandwidth: float
-    fma_rate: float
-
-
-def last_level_cache_bytes(device: str = "cpu") -> int:
-    """CPU: size of the largest cache of core 0; 32 MiB where the system does not say. CUDA: size of L2."""
-    if device == "cuda":
-        return torch.cuda.get_device_properties("cuda").L2_cache_size
-    sizes = [32 << 20]
-    for file in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
-        text = file.read_text().strip()
-        sizes.append(int(text[:-1]) << {"K": 10, "M": 20, "G": 30}[text[-1]])
-    return max(sizes)
-
-
-def median_seconds(calls: dict[Any, Call], rounds: int, timed: Callable[[Call], float] | None = None) -> dict[Any, float]:
-    """Median seconds of each call. The calls take turns, so that a machine that slows down slows all of them; one round goes before to warm up."""
-    timed = timed or wall_seconds
-    samples: dict[Any, list[float]] = {key: [] for key in calls}
-    for number in range(rounds + 1):
-        for key, call in calls.items():
-            seconds = timed(call)
-            if number > 0:
-                samples[key].append(seconds)
-    return {key: statistics.median(values) for key, values in samples.items()}
-
-
-def wall_seconds(call: Call) -> float:
-    started = time.perf_counter()
-    call()
-    return time.perf_counter() - started
-
-
-def event_seconds(call: Call) -> float:
-    """Seconds between two CUDA events around the call."""
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    call()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) / 1e3
+from eagle_engine.machine_rates import Call, Ceilings, event_seconds, last_level_cache_bytes, measure_ceilings, median_seconds, wall_seconds
 
 
 def repeat(calls: list[Call], count: int) -> Call:
@@ -112,19 +58,6 @@ def seconds_per_call(calls: dict[Any, list[Call]], rounds: int, device: str) -> 
         counts[key] = times * len(copies)
     seconds = median_seconds(runs, rounds, event_seconds if device == "cuda" else wall_seconds)
     return {key: seconds[key] / counts[key] for key in seconds}
-
-
-def measure_ceilings(device: str = "cpu", rounds: int = 7) -> Ceilings:
-    """On CUDA buffers of 1 GiB and a product of 8192 x 8192 x 8192; launches are included, and below 1 %."""
-    if device == "cuda":
-        count, size, dtype, timed = 1 << 28, 8192, torch.bfloat16, event_seconds
-    else:
-        count, size, dtype, timed = max(4 * last_level_cache_bytes(), 128 << 20) // 4, 1024, torch.float32, wall_seconds
-    buffer, other = torch.ones(count, device=device), torch.empty(count, device=device)
-    a, b, out = torch.randn(size, size, device=device).to(dtype), torch.randn(size, size, device=device).to(dtype), torch.empty(size, size, dtype=dtype, device=device)
-    calls = {"sum": lambda: buffer.sum(), "max": lambda: buffer.amax(), "dot": lambda: torch.dot(buffer, buffer), "copy": lambda: other.copy_(buffer), "gemm": lambda: torch.mm(a, b, out=out)}
-    seconds = median_seconds(calls, rounds, timed)
-    return Ceilings(buffer.nbytes / min(seconds["sum"], seconds["max"], seconds["dot"]), 2 * buffer.nbytes / seconds["copy"], 2 * size**3 / seconds["gemm"])
 
 
 def parse_args(description: str, rounds: int, add: Callable[[argparse.ArgumentParser], None] | None = None) -> argparse.Namespace:

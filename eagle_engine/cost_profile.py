@@ -47,6 +47,9 @@ class CostProfile:
         return float(np.interp(batch, self.batches, self.base[shape])) + self.per_row[shape] * batch * max(context - SHORT, 0.0)
 
 
+UNMEASURED = CostProfile([], [], [], [], 0)  # of an engine that is tuned before its first request
+
+
 def profile_file(models: Models, shapes: Sequence[TreeShape], max_batch: int, late: bool) -> Path:
     """Where the profile of these models on this machine is kept: the name tells apart all that a step's time depends on."""
     target, drafter = models.target, models.drafter

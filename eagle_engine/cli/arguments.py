@@ -60,7 +60,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     sub = command("chat", "talk with the model", "A conversation. /reset forgets it, /exit or end of input leaves; Ctrl-C stops an answer.")
     sub.add_argument("--system", metavar="TEXT", help="system message")
-    _models(sub, batch=False)
+    _models(sub, batch=None)
     _tree(sub)
     _sampling(sub, max_tokens=512)
 
@@ -90,7 +90,7 @@ def build_parser() -> argparse.ArgumentParser:
     calibration = "answer the prompts once more, not timed, and compare the drafter's confidence in each draft with how often the target chooses it: by confidence and by depth, with their correlation"
     group.add_argument("--calibration", action="store_true", help=calibration)
     group.add_argument("--plot", metavar="FILE", help="draw that to a .png or .svg file (implies --calibration; needs matplotlib)")
-    _models(sub)
+    _models(sub, prefix_caching=False)  # every prompt is to cost what it costs alone
     _tree(sub)
     _sampling(sub, max_tokens=128, seed="0")
 
@@ -105,8 +105,28 @@ def build_parser() -> argparse.ArgumentParser:
     sub.add_argument("--out", metavar="FILE.svg", help="write a picture instead of printing text")
     sub.add_argument("--text", action="store_true", help="print text too when --out is given")
     _prompt_form(sub)
-    _models(sub, batch=False)
+    _models(sub, batch=None)
     _tree(sub)
+    _sampling(sub, max_tokens=64, seed="0")
+
+    sub = command(
+        "tune",
+        "measure what the steps of an adaptive tree cost here",
+        "Measure what a step costs on this machine for each tree that an adaptive one may become, and keep it, in place of what was measured before: for engines of the same models, settings, threads and batch size.",
+    )
+    _models(sub, batch=DEFAULTS.max_batch_size)
+    _adaptive_tree(sub)
+
+    sub = command(
+        "profile",
+        "show where the time of a step goes and why it has its tree",
+        "Answer the first turn of each prompt with an adaptive tree. Show where the time of a step goes, for each tree and phase, against what the machine allows: the bytes that must be read over the read "
+        "bandwidth, or the multiply-adds over their rate, both measured in the same run. Then what was compared when the last tree was chosen, and what the drafts have brought.",
+    )
+    _prompt_set(sub, default="mt_bench", limit=4)
+    _prompt_form(sub)
+    _models(sub)
+    _adaptive_tree(sub)
     _sampling(sub, max_tokens=64, seed="0")
 
     sub = command(
@@ -131,7 +151,7 @@ def build_parser() -> argparse.ArgumentParser:
     sub = command("demo", "plain and speculative decoding side by side", "Answer one prompt with plain and with speculative decoding, and compare. Exit status 1 when the tokens differ.")
     sub.add_argument("prompt", nargs="?", default=EXAMPLE_PROMPT, help="default: %(default)s")
     sub.set_defaults(raw=False, system=None, baseline=None)
-    _models(sub, batch=False)
+    _models(sub, batch=None)
     _tree(sub)
     _sampling(sub, max_tokens=128, seed="0")
     return parser
@@ -151,7 +171,8 @@ def _prompt_form(sub: argparse.ArgumentParser) -> None:
     group.add_argument("--system", metavar="TEXT", help="system message for the chat template")
 
 
-def _models(sub: argparse.ArgumentParser, batch: bool = True) -> None:
+def _models(sub: argparse.ArgumentParser, batch: int | None = 1, prefix_caching: bool = True) -> None:
+    """batch: prompts that are answered together unless the user says so; None: one, and no option."""
     group = sub.add_argument_group("models")
     group.add_argument("--target", default="demo", metavar="MODEL", help="demo, a Hugging Face directory, a .gguf file or a hub id (default: %(default)s)")
     group.add_argument("--draft", default="auto", metavar="DRAFTER", help="a drafter directory, a hub id, none (plain decoding), eagle1 or eagle3: those of the demo target, or auto: the demo's faster one (default: %(default)s)")
@@ -162,10 +183,13 @@ def _models(sub: argparse.ArgumentParser, batch: bool = True) -> None:
     vocab = "draft only the N most frequent tokens, or those in a file; all; auto: the most frequent for the demo's drafter, else all"
     group.add_argument("--draft-vocab", type=_draft_vocab, default="auto", metavar="N|FILE|all", help=vocab)
     _layer_ids(group)
+    group.add_argument("--draft-window", type=int, default=0, metavar="N", help="tokens that the drafter's attention reaches back, for texts longer than those it was trained on; 0: all (default)")
     group.add_argument("--threads", type=int, metavar="N", help="default: one for each core")
     group.add_argument("--max-model-len", type=int, metavar="N", help="most tokens of prompt and answer together (default: what the model was made for, at most 8192)")
-    if batch:
-        group.add_argument("--batch-size", type=int, default=1, metavar="N", help="prompts that are answered together (default: %(default)s)")
+    caching = "find the rows of a beginning that earlier prompts had too, instead of computing them anew (default: %(default)s)"
+    group.add_argument("--prefix-caching", action=argparse.BooleanOptionalAction, default=prefix_caching, help=caching)
+    if batch is not None:
+        group.add_argument("--batch-size", type=int, default=batch, metavar="N", help="prompts that are answered together (default: %(default)s)")
     else:
         sub.set_defaults(batch_size=1)
 
@@ -184,6 +208,15 @@ def _tree(sub: argparse.ArgumentParser) -> None:
     group.add_argument("--choices", metavar="FILE", help="static tree: JSON list of paths of ranks, such as [[0], [1], [0, 0]] (default: a small built-in tree)")
     rule = "exact: the tokens of plain decoding; rejection: its distribution, for chains and static trees (default: %(default)s)"
     group.add_argument("--acceptance", choices=ACCEPTANCE_RULES, default=DEFAULTS.acceptance, help=rule)
+
+
+def _adaptive_tree(sub: argparse.ArgumentParser) -> None:
+    """Sizes alone, for commands about adaptive trees."""
+    group, size = sub.add_argument_group("adaptive tree"), DEFAULT_SIZES["adaptive"]
+    group.add_argument("--tree-top-k", type=int, metavar="N", help=f"continuations of a node, and nodes expanded per level (default: {size['top_k']})")
+    group.add_argument("--max-depth", type=int, metavar="N", help=f"greatest depth of a node (default: {size['max_depth']})")
+    group.add_argument("--num-nodes", type=int, metavar="N", help=f"most nodes, the root included (default: {size['num_nodes']})")
+    sub.set_defaults(tree="adaptive", choices=None, acceptance=DEFAULTS.acceptance)
 
 
 def _sampling(sub: argparse.ArgumentParser, max_tokens: int, seed: str = "a fresh one per prompt") -> None:

@@ -7,12 +7,15 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from eagle_engine.config import STATIC_CHOICES, EagleConfig
 from eagle_engine.errors import EagleError
 from eagle_engine.evaluation import EvalPrompt, load_prompts
 from eagle_engine.sampling_params import SamplingParams, StructuredOutputs
+
+if TYPE_CHECKING:
+    from eagle_engine.cost_profile import CostProfile
 
 
 def show_progress() -> bool:
@@ -57,8 +60,8 @@ def _structured_outputs(args: argparse.Namespace) -> StructuredOutputs | None:
     return StructuredOutputs(regex=args.regex) if getattr(args, "regex", None) is not None else None
 
 
-def load_engine(args: argparse.Namespace):
-    """The engine that the options ask for."""
+def load_engine(args: argparse.Namespace, profile: CostProfile | None = None):
+    """The engine that the options ask for; profile: of an adaptive tree, as for Engine."""
     for name in ("threads", "plain_threads"):
         if getattr(args, name, None) is not None and not 1 <= getattr(args, name) <= 1024:
             raise EagleError(f"--{name.replace('_', '-')}: expected a whole number from 1 to 1024, got {getattr(args, name)}")
@@ -73,12 +76,14 @@ def load_engine(args: argparse.Namespace):
         max_batch_size=args.batch_size,
         deterministic=args.deterministic,
         enforce_eager=args.enforce_eager,
+        enable_prefix_caching=args.prefix_caching,
     )
     from eagle_engine.engine import Engine
 
     return Engine.from_pretrained(
-        args.target, args.draft, device=args.device, dtype=args.dtype, draft_vocab=args.draft_vocab, draft_layer_ids=args.draft_layer_ids, threads=args.threads, progress=show_progress(), config=config
-    )
+        args.target, args.draft, device=args.device, dtype=args.dtype, draft_vocab=args.draft_vocab, draft_layer_ids=args.draft_layer_ids, draft_window=args.draft_window, threads=args.threads, progress=show_progress(), config=config,
+        profile=profile,
+    )  # fmt: skip
 
 
 def read_choices(file: str) -> tuple[tuple[int, ...], ...]:
@@ -159,6 +164,11 @@ def describe_models(args: argparse.Namespace, engine) -> str:
         "chain": f"chain of {shape.max_depth}",
     }[config.tree]
     return f"{text}; {tree}; draft vocabulary {engine.models.drafter.vocab_size}"
+
+
+def shape_name(max_depth: int, num_nodes: int) -> str:
+    """One size of an adaptive tree, in a table."""
+    return "plain" if num_nodes == 1 else f"depth {max_depth}, {num_nodes} nodes"
 
 
 def describe_sampling(params: SamplingParams) -> str:

@@ -1,0 +1,327 @@
+"""Trees that size themselves: the text never depends on the size, the drafter catches up on what it has missed, and the choice is the one that pays."""
+
+import random
+
+import pytest
+import torch
+from eagle_engine import EagleConfig, EagleError, SamplingParams
+from eagle_engine.cost_profile import CostProfile, load_profile, measure_profile, save_profile
+from eagle_engine.engine import MAX_BEHIND
+from eagle_engine.observation import observed_trees
+from eagle_engine.state import GAIN_UNITS
+from eagle_engine.step import PhaseTimer, draft, run_step
+from eagle_engine.tree_gains import measure_gains
+from eagle_engine.tree_shape import PLAIN, tree_shapes
+from eagle_engine.tree_sizes import FIRST_PROBE, LAST_PROBE, MARGIN, TreeSizes
+from helpers import assert_exact
+from test_step_graphs import CountingGraphs
+from tiny_engines import DRAFTERS, begin_requests, bigram_drafter, made_up_profile, make_engine, oracle_drafter, plain_tokens, random_drafter, tiny_target
+from tiny_targets import random_tokens
+
+ADAPTIVE = EagleConfig(tree="adaptive")
+SHAPES = tree_shapes(ADAPTIVE)
+
+
+def choose_at_random(engine, seed: int, *, plain: float) -> list[int]:
+    """Let the engine's trees be of random sizes: phases without any, as long as `plain` says on average, between others. The list of what was chosen."""
+    generator, chosen, left = random.Random(seed), [], [0]
+
+    def choose(gains, context) -> int:
+        if left[0] == 0 and generator.random() < 0.3:
+            left[0] = 1 + int(generator.expovariate(1 / plain))
+        if left[0] > 0:
+            left[0] -= 1
+            chosen.append(0)
+        else:
+            chosen.append(generator.randrange(1, len(engine.shapes)))
+        return chosen[-1]
+
+    engine.sizes.choose = choose
+    return chosen
+
+
+@pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
+@pytest.mark.parametrize("kind", DRAFTERS, ids=str)
+def test_any_sequence_of_sizes_gives_the_text_of_plain_decoding(kind, captured):
+    target = tiny_target("llama", num_hidden_layers=7)
+    prompts = [random_tokens(1 + i, 3 + 9 * i) for i in range(5)]
+    params = [SamplingParams(temperature=0.8 * (i % 2), seed=i, max_tokens=40 + 10 * i) for i in range(5)]
+    expected = [plain_tokens(target, prompt, param) for prompt, param in zip(prompts, params)]
+    drafter = bigram_drafter(target, [prompt + text for prompt, text in zip(prompts, expected)], DRAFTERS[kind](target))
+    engine = make_engine(target, drafter, tree="adaptive", max_batch_size=3, num_pages=52, graph_api=CountingGraphs() if captured else None)
+    chosen = choose_at_random(engine, 3, plain=4)
+    assert [output.token_ids for output in engine.generate(prompts, params)] == expected
+    assert len(set(chosen)) > 10 and engine.pages.num_held == 0
+    assert engine.scheduler.num_preemptions > 0
+
+
+@pytest.mark.parametrize("kind", DRAFTERS, ids=str)
+@pytest.mark.parametrize("plain_steps", [1, 7, MAX_BEHIND - 1, MAX_BEHIND, MAX_BEHIND + 30])
+def test_a_drafter_that_catches_up_is_that_of_a_fresh_prefill(kind, plain_steps):
+    """After plain decoding, however long, a draft finds the cache of one that was never behind, and drafts the same, as bytes."""
+    target = tiny_target("llama", num_hidden_layers=7)
+    prompt = random_tokens(28, 13)
+    text = prompt + plain_tokens(target, prompt, SamplingParams(temperature=0.0, max_tokens=150))
+    drafter = oracle_drafter(target, text, ranks=[0, 1, 0, 0, 2, 0, 5], drafter=DRAFTERS[kind](target))
+    engine = make_engine(target, drafter, tree="adaptive")
+    # Two drafts, the pending pairs of the second of which are left behind too.
+    plan = iter([15, 9] + [0] * plain_steps)
+    engine.sizes.choose = lambda gains, context: next(plan)
+    engine.add_request(prompt, SamplingParams(temperature=0.0, max_tokens=150))
+    for _ in range(2 + plain_steps):
+        engine.step()
+    state = engine.state
+    seq_len = int(state.seq_lens[0])
+    assert 0 < int(state.num_missed[0]) <= engine._behind <= MAX_BEHIND
+    plan = iter([15])
+    with torch.inference_mode():
+        engine._choose_shape(engine.scheduler.running)
+        assert int(state.num_missed[0]) == 0
+        pool, _ = draft(engine.models, state, 1)
+        fresh = make_engine(target, drafter, tree="adaptive")
+        fresh.add_request(text[:seq_len], SamplingParams(temperature=0.0, max_tokens=30))
+        begin_requests(fresh)
+        expected, _ = draft(fresh.models, fresh.state, 1)
+    for a, b in zip(pool, expected):
+        assert_exact(a, b)
+    rows = [e.state.draft_cache[0][:, e.state.page_table[0].long()].flatten(1, 2)[:, :seq_len] for e in (engine, fresh)]
+    assert_exact(rows[0].contiguous(), rows[1].contiguous())
+
+
+def test_requests_that_join_while_nothing_is_drafted_are_not_behind():
+    target = tiny_target("llama")
+    drafter = random_drafter(target)
+    engine = make_engine(target, drafter, tree="adaptive")
+    engine.sizes.choose = lambda gains, context: 0
+    params = SamplingParams(temperature=0.0, max_tokens=60)
+    prompts = [random_tokens(5, 9), random_tokens(6, 30)]
+    ids = [engine.add_request(prompts[0], params)]
+    for _ in range(20):
+        engine.step()
+    ids.append(engine.add_request(prompts[1], params))
+    for _ in range(3):
+        engine.step()
+    assert engine.state.num_missed[:2].tolist() == [23, 3]
+    engine.sizes.choose = lambda gains, context: 12
+    outputs = {}
+    while engine.has_unfinished():
+        outputs |= {output.request_id: output.token_ids for output in engine.step()}
+    assert [outputs[i] for i in ids] == [plain_tokens(target, prompt, params) for prompt in prompts]
+
+
+def test_rows_that_the_drafter_has_missed_are_not_found_by_others():
+    """A request that ends while the drafter is behind leaves only what is final in both caches."""
+    target = tiny_target("llama")
+    drafter = random_drafter(target)
+    engine = make_engine(target, drafter, tree="adaptive")
+    engine.sizes.choose = lambda gains, context: 0
+    prompt, params = random_tokens(7, 10), SamplingParams(temperature=0.0, max_tokens=30)
+    answer = engine.generate([prompt], params)[0].token_ids
+    turn = prompt + answer + [3]
+    warm, cold = engine, make_engine(target, drafter, tree="adaptive")
+    pools = []
+    for one in (warm, cold):
+        one.add_request(turn, params)
+        begin_requests(one)
+        with torch.inference_mode():
+            pools.append(draft(one.models, one.state, 1)[0])
+    assert warm.scheduler.running[0].output().stats.num_cached_tokens == 8
+    for a, b in zip(*pools):
+        assert_exact(a, b)
+
+
+# What trees of other sizes would have brought
+
+
+def test_gains_are_the_path_confidences_of_the_trees_that_the_shapes_would_have_grown():
+    target = tiny_target("llama", num_hidden_layers=7)
+    drafter = DRAFTERS["eagle-3"](target)
+    prompt = random_tokens(9, 15)
+    engine = make_engine(target, drafter, tree="adaptive")
+    engine.add_request(prompt, SamplingParams(temperature=0.0, max_tokens=20))
+    begin_requests(engine)
+    for executed in (SHAPES[-1], SHAPES[7]):
+        with torch.inference_mode():
+            pool, _ = draft(engine.models._replace(shape=executed), engine.state, 1)
+            gains = torch.full((1, len(SHAPES) - 1), 77)
+            measure_gains(pool, executed, SHAPES[1:], gains)
+        for shape, gain in zip(SHAPES[1:], gains[0].tolist()):
+            if shape.max_depth > executed.max_depth:
+                assert gain == -1
+                continue
+            fixed = make_engine(target, drafter, top_k=4, max_depth=shape.max_depth, num_nodes=shape.num_nodes, enforce_eager=True)
+            seen = []
+            with fixed.observing(lambda ids, trees, seen=seen: seen.extend(trees)):
+                fixed.add_request(prompt, SamplingParams(temperature=0.0, max_tokens=20))
+                fixed.step()
+            assert gain / GAIN_UNITS == pytest.approx(sum(seen[0].path_confidences[1:]), abs=1e-4)
+
+
+def test_scores_that_are_nan_promise_nothing():
+    shape = SHAPES[-1]
+    scores = torch.full((2, shape.pool_size), float("nan"))
+    scores[1, 0] = 0.0
+    scores[1, 1:] = -float("inf")
+    pool = type("Pool", (), {"scores": scores})
+    gains = torch.zeros(2, len(SHAPES) - 1, dtype=torch.int64)
+    measure_gains(pool, shape, SHAPES[1:], gains)
+    assert gains[0].tolist() == [0] * (len(SHAPES) - 1)
+    assert gains[1].tolist() == [GAIN_UNITS] * (len(SHAPES) - 1)
+
+
+def test_a_captured_adaptive_step_is_one_launch_and_one_copy():
+    target = tiny_target("llama")
+    prompt, params = random_tokens(1, 9), SamplingParams(temperature=0.0, max_tokens=30)
+    answer = plain_tokens(target, prompt, params)
+    api = CountingGraphs()
+    engine = make_engine(target, oracle_drafter(target, prompt + answer), tree="adaptive", max_batch_size=2, graph_api=api)
+    assert api.events.count("capture") == 2 * len(SHAPES)
+    api.events.clear()
+    output = engine.generate([prompt], params)[0]
+    assert output.token_ids == answer
+    steps = output.stats.steps + 1
+    assert api.events == ["replay", "copy"] + ["replay", "copy", "wait"] * (steps - 1)
+
+
+# The choice
+
+
+def drive(sizes: TreeSizes, steps: int, promised: float, accepted: float, batch: int = 1, seed: int = 0) -> list[int]:
+    """Steps of sequences whose drafter promises a share of each level's drafts and gets another accepted; what was chosen."""
+    generator, gains, chosen = random.Random(seed), [[] for _ in range(batch)], []
+    for _ in range(steps):
+        index = sizes.choose(gains, 100)
+        chosen.append(index)
+        executed = sizes.shapes[index]
+        measured = [sum(promised**d for d in range(1, shape.max_depth + 1)) if shape.max_depth <= executed.max_depth else -1.0 for shape in sizes.shapes[1:]]
+        for b in range(batch):
+            reached = 0
+            while reached < executed.max_depth and generator.random() < accepted:
+                reached += 1
+            gains[b] = sizes.observe(index, gains[b], measured, reached)
+    return chosen
+
+
+def sizes_with(**costs) -> TreeSizes:
+    return TreeSizes(SHAPES, made_up_profile(ADAPTIVE, **costs))
+
+
+def test_a_drafter_that_knows_nothing_is_left_alone():
+    for promised in (0.02, 0.9):  # honest about it, and not
+        chosen = drive(sizes_with(), 2000, promised, 0.0)
+        drafted = [i for i, index in enumerate(chosen) if index != 0]
+        assert len(drafted) < 20 + 2000 // LAST_PROBE + 5
+        assert all(index == 0 for index in chosen[60:64])
+        # Tried again later and later, by the cheapest tree.
+        probes = [i for i in drafted if i > 60]
+        assert all(chosen[i] == 1 for i in probes)
+        assert all(b - a >= FIRST_PROBE for a, b in zip(probes, probes[1:]))
+
+
+def test_a_drafter_that_is_always_right_gets_deep_trees():
+    sizes = sizes_with()
+    chosen = drive(sizes, 300, 0.98, 0.98)
+    assert all(sizes.shapes[index].max_depth == 6 for index in chosen[20:])
+    assert min(sizes.shapes[index].num_nodes for index in chosen[20:]) == 7  # more nodes than a chain promise nothing here
+
+
+def test_the_best_of_all_candidates_is_taken_and_a_small_gain_is_none():
+    for accepted in (0.2, 0.5, 0.8):
+        sizes = sizes_with()
+        drive(sizes, 200, accepted, accepted)
+        decision = sizes.decision
+        rates = {candidate.shape: candidate.tokens_per_second for candidate in decision.candidates}
+        plain, best = rates[PLAIN], max(rate for shape, rate in rates.items() if shape is not PLAIN)
+        if decision.reason == "best":
+            assert rates[decision.shape] == best > MARGIN * plain
+        elif decision.reason == "off":
+            assert best <= MARGIN * plain
+
+
+def test_speculation_comes_back_when_the_drafter_does():
+    sizes = sizes_with()
+    assert drive(sizes, 300, 0.9, 0.0)[-1] == 0
+    chosen = drive(sizes, 3000, 0.9, 0.9)
+    assert all(index != 0 for index in chosen[-100:])
+
+
+def test_large_batches_get_smaller_trees():
+    """Where every row costs, as it does once a step is bound by arithmetic."""
+    nodes = []
+    for batch in (1, 8):
+        sizes = sizes_with(node=0.25, level=0.02)
+        drive(sizes, 300, 0.7, 0.7, batch=batch)
+        nodes.append(sizes.decision.shape.num_nodes)
+    assert nodes[0] > nodes[1]
+
+
+def test_a_long_context_counts():
+    profile = CostProfile([[shape.max_depth, shape.num_nodes] for shape in SHAPES], [1, 4], [[1.0 + 0.1 * i, 2.0 + 0.2 * i] for i in range(len(SHAPES))], [0.01] * len(SHAPES), 1024)
+    assert profile.seconds(0, 1, 10) == 1.0 and profile.seconds(0, 1, 164) == pytest.approx(2.0)
+    assert profile.seconds(1, 2, 64) == pytest.approx(1.1 + (2.2 - 1.1) / 3)
+    assert profile.seconds(0, 4, 164) == pytest.approx(2.0 + 4.0)
+
+
+# The profile
+
+
+def test_costs_are_medians_of_turns():
+    calls, clock = [], {0: 1.0, 1: 5.0}
+    now = [0.0]
+
+    def step(batch: int, shape: int) -> None:
+        calls.append((batch, shape))
+        now[0] += clock[shape] * batch
+
+    monkey = pytest.MonkeyPatch()
+    monkey.setattr("eagle_engine.cost_profile.time.perf_counter", lambda: now[0])
+    prepared = []
+    try:
+        profile = measure_profile(lambda batch, context: prepared.append((batch, context)), step, SHAPES[:2], [1, 2], 1024)
+    finally:
+        monkey.undo()
+    assert profile.base == [[1.0, 2.0], [5.0, 10.0]]
+    assert prepared == [(1, 64), (2, 64), (1, 64), (1, 1024)]
+    assert calls[:4] == [(1, 0), (1, 1), (1, 0), (1, 1)]  # in turns
+
+
+def test_a_profile_survives_its_file_and_a_damaged_one_is_told(tmp_path):
+    profile = made_up_profile(ADAPTIVE)
+    file = tmp_path / "new" / "p.json"
+    assert load_profile(file) is None
+    save_profile(file, profile)
+    assert load_profile(file) == profile
+    file.write_text("{")
+    with pytest.warns(UserWarning, match="measured again"):
+        assert load_profile(file) is None
+
+
+def test_tuning_measures_leaves_no_trace_and_is_kept(tmp_path, monkeypatch):
+    monkeypatch.setenv("EAGLE_CACHE", str(tmp_path))
+    target = tiny_target("llama")
+    engine = make_engine(target, random_drafter(target), tree="adaptive", max_batch_size=2, max_depth=2, num_nodes=4)
+    prompt, params = random_tokens(3, 12), SamplingParams(temperature=0.0, max_tokens=20)
+    expected = plain_tokens(target, prompt, params)
+    assert engine.generate([prompt], params)[0].token_ids == expected
+    profile = engine.tune()
+    assert all(seconds > 0 for row in profile.base for seconds in row) and profile.batches == [1, 2]
+    assert engine.pages.num_held == 0 and not engine.state.active.any()
+    assert engine.generate([prompt], params)[0].token_ids == expected
+    assert engine._profile() == profile  # from its file
+    engine.add_request(prompt, params)
+    with pytest.raises(EagleError, match="while it answers"):
+        engine.tune()
+    with pytest.raises(EagleError, match="adaptive"):
+        make_engine(target, random_drafter(target)).tune()
+
+
+def test_shapes_of_an_adaptive_tree():
+    assert SHAPES[0] is PLAIN and (SHAPES[-1].max_depth, SHAPES[-1].num_nodes) == (6, 16)
+    sizes = [(shape.max_depth, shape.num_nodes) for shape in SHAPES]
+    assert len(set(sizes)) == len(sizes)
+    for top_k, depth, nodes in ((1, 1, 2), (1, 4, 5), (2, 3, 4), (10, 8, 60), (3, 5, 1)):
+        shapes = tree_shapes(EagleConfig(tree="adaptive", top_k=top_k, max_depth=depth, num_nodes=nodes))
+        assert all(shape.num_nodes <= nodes and shape.max_depth <= depth for shape in shapes)
+        assert (shapes[-1].max_depth, shapes[-1].num_nodes) == ((depth, nodes) if nodes > 1 else (0, 1))
+    with pytest.raises(EagleError, match="rejection"):
+        EagleConfig(tree="adaptive", acceptance="rejection")
