@@ -27,7 +27,7 @@ def run(args: argparse.Namespace) -> int:
 
         profile = engine.tune(begin)
     file = profile_file(engine.models, engine.shapes, args.batch_size, engine.captures_steps)
-    kept = load_profile(file) == profile  # else a warning has said why
+    kept = file.is_file() and load_profile(file) == profile  # else a warning has said why
     ratios = over_plain(profile)
     if args.json:
         print_json({"setting": setting, "file": str(file) if kept else None} | asdict(profile) | {"over_plain": ratios})
