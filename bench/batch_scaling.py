@@ -208,6 +208,8 @@ def main() -> int:
         modes, models = make_engines(args)
         tokenizer = modes["plain"].tokenizer
         prompts = [modes["plain"].encode_chat([{"role": "user", "content": row.turns[0]}]) if tokenizer.chat_template is not None else tokenizer.encode(row.turns[0]) for row in rows]
+        if max(map(len, prompts)) + args.max_new_tokens > args.max_model_len:
+            raise EagleError(f"--max-model-len {args.max_model_len} would cut answers: the longest prompt has {max(map(len, prompts))} tokens, and answers have {args.max_new_tokens}")
         measured, differences = {}, []
         for batch in sorted(set(args.batch_sizes)):
             measured[batch], found = measure(modes, prompts, [row.id for row in rows], batch, args.rounds, args.max_new_tokens)

@@ -2,15 +2,15 @@
 
 import json
 import re
+import time
 from collections import Counter
-from dataclasses import asdict
 from functools import partial
 
 import eagle_engine.engine as engine_module
 import pytest
 import torch
 from cli_runner import one_error, pair, prompts, run  # noqa: F401  (fixtures)
-from eagle_engine import EagleConfig, SamplingParams
+from eagle_engine import EagleConfig, SamplingParams, scheduler
 from eagle_engine.cli import common, profile, tune
 from eagle_engine.cost_profile import CostProfile
 from eagle_engine.engine import Engine
@@ -194,6 +194,13 @@ def test_profile_times_go_to_the_tree_and_the_phase_that_spent_them(run, prompts
     for one in result["shapes"]:
         assert one["phases"]["verify"]["milliseconds"] == pytest.approx(1e5 * one["num_nodes"], rel=1e-2)
         assert one["phases"]["sample"]["milliseconds"] == pytest.approx(7e3, rel=1e-1)
+
+
+def test_profile_leaves_the_prefill_out_of_the_steps(run, prompts, made_up, monkeypatch):
+    original = scheduler.prefill_piece
+    monkeypatch.setattr(scheduler, "prefill_piece", lambda *arguments: time.sleep(0.2) or original(*arguments))
+    result = json.loads(run("profile", "--prompts", prompts, "--max-new-tokens", 4, "--ignore-eos", *SIZES, "--json")[1])
+    assert result["decode_seconds"] < 0.6 <= result["prefill_seconds"]
 
 
 def test_captured_steps_are_told_apart_one_step_late():
