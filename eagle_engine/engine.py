@@ -126,6 +126,7 @@ class Engine:
         dtype: str = "auto",
         draft_vocab: int | str | Path | None = "auto",
         draft_layer_ids: str | None = None,
+        draft_window: int = 0,
         threads: int | None = None,
         progress: bool = True,
         config: EagleConfig | None = None,
@@ -142,6 +143,7 @@ class Engine:
                      on CUDA float16 for float16 checkpoints and bfloat16 for all others
         draft_vocab  None: the whole vocabulary, or the drafter's own; a number: so many of the drafter's most frequent tokens; a file of token ids; "auto": 4096 for the demo pair, else None
         draft_layer_ids  "input" or "output": what eagle_aux_hidden_state_layer_ids of an EAGLE-3 drafter count where its config.json does not say: inputs of those layers (vLLM) or outputs (SGLang)
+        draft_window  tokens that the drafter's attention reaches back, for texts longer than those it was trained on; 0: all. The text does not depend on it
         threads      of torch and the kernels; None leaves them as they are
         profile      as for the constructor
         options      fields of EagleConfig, instead of `config`
@@ -151,7 +153,7 @@ class Engine:
         config = config_of(config, options)
         if threads is not None:
             torch.set_num_threads(threads)
-        return cls(*load_models(target, draft, config, device, dtype, draft_vocab, draft_layer_ids, progress), config, profile=profile)
+        return cls(*load_models(target, draft, config, device, dtype, draft_vocab, draft_layer_ids, draft_window, progress), config, profile=profile)
 
     @property
     def memory_bytes(self) -> dict[str, int]:
@@ -283,10 +285,11 @@ class Engine:
         running = list(scheduler.running)
         if not running:
             return
+        most_pending = self._pending
         shape = self._choose_shape(running)
         if eager:
             observe = None if self._observer is None else partial(self._observer, [request.request_id for request in running])
-            run_step(self._models_of(shape), self.state, len(running), self.timer, observe, [request.updated_processor() for request in running])
+            run_step(self._models_of(shape), self.state, len(running), self.timer, observe, [request.updated_processor() for request in running], most_pending)
             self._deliver(running, shape, self.state.outputs)
         else:
             # What is read is the step before: the one that runs while a sequence turns out to have ended is thrown away.

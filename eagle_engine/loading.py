@@ -74,7 +74,7 @@ def config_of(config: EagleConfig | None, options: dict) -> EagleConfig:
 
 
 def load_models(
-    target: str | Path, draft: str | Path | None, config: EagleConfig, device: str, dtype: str, draft_vocab: int | str | Path | None, draft_layer_ids: str | None, progress: bool
+    target: str | Path, draft: str | Path | None, config: EagleConfig, device: str, dtype: str, draft_vocab: int | str | Path | None, draft_layer_ids: str | None, draft_window: int, progress: bool
 ) -> tuple[TargetModel, Drafter | None, Tokenizer]:
     """Target, drafter and tokenizer; arguments as in Engine.from_pretrained."""
     if dtype != "auto" and dtype not in DTYPES:
@@ -90,10 +90,12 @@ def load_models(
     max_positions = (config.max_model_len or default_max_model_len(longest)) + slack_rows(config, draft_path is not None, where.type == "cuda")
     model = TargetModel.from_checkpoint(checkpoint, weight_dtype, max_positions, progress, device=where, deterministic=config.deterministic)
     drafter = None
+    if isinstance(draft_window, bool) or not isinstance(draft_window, int) or draft_window < 0:
+        raise EagleError(f"draft_window: expected a number of tokens, or 0 for all, got {draft_window!r}")
     if draft_path is not None:
         if draft_vocab == "auto":
             draft_vocab = DEMO_DRAFT_VOCAB if draft_path == demo_drafter_path("eagle1") else None
-        drafter = Drafter.from_directory(draft_path, model, max_positions=max_positions, draft_vocab=draft_vocab, layer_ids=draft_layer_ids)
+        drafter = Drafter.from_directory(draft_path, model, max_positions=max_positions, draft_vocab=draft_vocab, layer_ids=draft_layer_ids, window=draft_window)
     return model, drafter, Tokenizer.from_checkpoint(checkpoint)
 
 

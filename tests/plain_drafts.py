@@ -37,10 +37,10 @@ class TreeRecorder:
 class PlainDrafts:
     """A drafter, config.json and tensors as published, for a target of tiny_targets."""
 
-    def __init__(self, raw: dict, tensors: dict[str, Tensor], case: str, **options) -> None:
+    def __init__(self, raw: dict, tensors: dict[str, Tensor], case: str, *, window: int = 0, **options) -> None:
         self.model = tiny_model(case, **options)
         embedding, head = self.model.get_input_embeddings().weight.detach(), self.model.get_output_embeddings().weight.detach()
-        self.published = PublishedDrafter(raw, tensors, embedding, head)
+        self.published = PublishedDrafter(raw, tensors, embedding, head, window)
         ids = (torch.arange(len(tensors["d2t"])) + tensors["d2t"]).tolist() if "d2t" in tensors else range(len(head))
         self.draft_id = {token: i for i, token in enumerate(ids)}
 

@@ -7,10 +7,10 @@ from torch import Tensor
 
 
 class PublishedDrafter:
-    """raw: config.json; tensors under their published names; embedding [V, H]; head [V, H]: the target's, for EAGLE-1."""
+    """raw: config.json; tensors under their published names; embedding [V, H]; head [V, H]: the target's, for EAGLE-1; window: pairs that attention reaches back, 0: all."""
 
-    def __init__(self, raw: dict, tensors: dict[str, Tensor], embedding: Tensor, head: Tensor) -> None:
-        self.raw = raw
+    def __init__(self, raw: dict, tensors: dict[str, Tensor], embedding: Tensor, head: Tensor, window: int = 0) -> None:
+        self.raw, self.window = raw, window
         self.w = {name: tensor.double() if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
         self.embedding = self.w.get("embed_tokens.weight", embedding.double())
         self.head = self.w.get("lm_head.weight", head.double())
@@ -60,10 +60,11 @@ class PublishedDrafter:
         q, k = turned(q), turned(k)
         out = torch.zeros(length, heads, dim, dtype=torch.float64)
         for i in range(length):
+            first = max(0, i + 1 - self.window) if self.window else 0
             for h in range(heads):
                 kv = h // (heads // kv_heads)
-                weights = torch.softmax(k[: i + 1, kv] @ q[i, h] / dim**0.5, dim=0)
-                out[i, h] = weights @ v[: i + 1, kv]
+                weights = torch.softmax(k[first : i + 1, kv] @ q[i, h] / dim**0.5, dim=0)
+                out[i, h] = weights @ v[first : i + 1, kv]
         stream = stream + out.view(length, -1) @ w[f"{prefix}.self_attn.o_proj.weight"].T
         y = self.norm(stream, f"{prefix}.post_attention_layernorm")
         gate, up = (y @ w[f"{prefix}.mlp.{name}_proj.weight"].T for name in ("gate", "up"))

@@ -18,8 +18,9 @@ def make_arguments(batch: int, nodes: int, width: int, hidden: int, dtype: torch
         accepted.accepted_nodes[b, : len(path)] = torch.tensor(path, dtype=torch.int32)
         accepted.num_accepted_drafts[b] = len(path) - 1
     active = torch.rand(batch) < 0.7
-    # What `accept` leaves for an inactive row.
-    accepted.accepted_nodes[~active], accepted.num_accepted_drafts[~active], accepted.bonus_token[~active] = -1, 0, -1
+    # What `accept` leaves for an inactive row; that of a row which a stop token has just made inactive has its path.
+    before = ~active & (torch.rand(batch) < 0.5)
+    accepted.accepted_nodes[before], accepted.num_accepted_drafts[before], accepted.bonus_token[before] = -1, 0, -1
     return {
         "tokens": torch.randint(0, 99, (batch, nodes)), "features": torch.randn(batch, nodes, hidden).to(dtype), "accepted": accepted, "active": active,
         "seq_lens": torch.randint(0, 1000, (batch,), dtype=torch.int32), "root_tokens": torch.full((batch,), -5), "num_pending": torch.full((batch,), -5),

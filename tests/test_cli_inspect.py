@@ -118,7 +118,7 @@ USER_ERRORS = {
     "max-new-tokens": (("generate", "hi", "--max-new-tokens", "0"), "max_tokens: expected"),
     "threads": (("generate", "hi", "--threads", "0"), "--threads: expected"),
     "tree": (("generate", "hi", "--num-nodes", "500"), "num_nodes: expected"),
-    "tree-too-small": (("generate", "hi", "--tree-top-k", "2", "--max-depth", "1"), "num_nodes 5 is more than"),
+    "tree-too-small": (("generate", "hi", "--tree-top-k", "2", "--max-depth", "1", "--num-nodes", "5"), "num_nodes 5 is more than"),
     "rejection": (("generate", "hi", "--acceptance", "rejection"), "use tree 'chain' or 'static'"),
     "choices": (("generate", "hi", "--choices", "/nowhere.json"), "--choices /nowhere.json: No such file"),
     "draft-vocab": (("generate", "hi", "--draft-vocab", "10"), "token_ranking.npy does not exist"),

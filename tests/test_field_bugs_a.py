@@ -4,13 +4,17 @@ import time
 
 import pytest
 import torch
-from eagle_engine import SamplingParams
+from eagle_engine import EagleConfig, Engine, SamplingParams
+from eagle_engine.cost_profile import CostProfile
+from eagle_engine.drafter import Drafter
+from eagle_engine.drafter_format import parse_drafter_config
+from eagle_engine.tree_shape import tree_shapes
 from eagle_kernels import DraftPool, accept, accept_rejection, pack_weight, rerank, sample, unpack_weight
 from helpers import depths
-from plain_drafts import BUSHY, CONFIGS, FEW, TreeRecorder, check_shape, drafted_plainly, few_tokens
+from plain_drafts import BUSHY, CONFIGS, FEW, PlainDrafts, TreeRecorder, check_shape, check_trees, drafted_plainly, few_tokens
 from test_sample import LEVEL, chi_square_pvalue, neutral
 from test_step_graphs import graphed
-from tiny_engines import TREES, KnowingDrafter, bigram_drafter, drafter_config, make_drafter, make_engine, oracle_drafter, plain_tokens, random_drafter, tiny_target
+from tiny_engines import TREES, KnowingDrafter, bigram_drafter, drafter_config, make_drafter, make_engine, oracle_drafter, plain_tokens, random_drafter, random_tensors, tiny_target
 from tiny_targets import VOCAB_SIZE, hf_logits, random_tokens, tiny_model
 
 GREEDY = dict(temperature=0.0)
@@ -114,6 +118,25 @@ def test_a11_a_batch_of_unequal_prompts_goes_as_each_prompt_alone(kind):
     assert sum(output.stats.acceptance_length for output in together) > 4.5
 
 
+def test_a12_a_tree_is_no_larger_than_pays_on_the_device():
+    """Where rows of a step are free the tree grows to its largest, where each costs as much as a step of its own nothing is drafted but now and then a probe, and in between it stays small; the text is the
+    same."""
+    target, prompt = tiny_target("llama"), random_tokens(139, 9)
+    params = SamplingParams(**GREEDY, max_tokens=60)
+    text = prompt + plain_tokens(target, prompt, params)
+    options = dict(tree="adaptive", top_k=3, max_depth=4, num_nodes=12)
+    drafter = oracle_drafter(target, text)
+    nodes = []
+    for row_seconds in (0.0, 0.1, 1.0):
+        shapes = tree_shapes(EagleConfig(**options))
+        profile = CostProfile([[shape.max_depth, shape.num_nodes] for shape in shapes], [1, 4], [[1.0 + row_seconds * (shape.num_nodes - 1)] * 2 for shape in shapes], [0.0] * len(shapes), 64)
+        engine = Engine(target, drafter, None, EagleConfig(max_model_len=200, page_size=4, **options), eos_token_ids=(), profile=profile)
+        assert prompt + engine.generate(prompt, params)[0].token_ids == text
+        steps = engine.sizes.num_steps
+        nodes.append(sum(shapes[i].num_nodes * count for i, count in steps.items()) / sum(steps.values()))
+    assert nodes[0] > 10 and 3 < nodes[1] < 7 and nodes[2] < 2, nodes
+
+
 @pytest.mark.parametrize("options", [TREES["chain"], dict(top_k=4, max_depth=6, num_nodes=60)], ids=["chain", "deep-tree"])
 def test_a13_a_step_costs_one_launch_and_one_copy_whatever_the_tree(options):
     target, prompt = tiny_target("llama"), random_tokens(140, 9)
@@ -134,6 +157,19 @@ def test_a15_acceptance_length_counts_the_bonus_token_and_steps_from_one():
     wrong = KnowingDrafter(target, lambda _token, position: torch.eye(VOCAB_SIZE)[(text[position + 1 if position + 1 < len(text) else 0] + 1) % VOCAB_SIZE])
     output = make_engine(target, wrong, **TREES["chain"]).generate(prompt, params)[0]
     assert (output.stats.steps, output.stats.acceptance_length, sum(output.stats.acceptance_by_depth)) == (24, 1.0, 0)
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_a21_a_drafter_with_a_window_sees_what_is_near_and_nothing_else(kind):
+    """A window of 6 over a context of 30: every draft is that of the plain forward with such a window, below the root too, and not that of the plain forward without."""
+    target, prompt, params = tiny_target("llama", **FEW), few_tokens(159, 26), SamplingParams(temperature=1.0, seed=4, max_tokens=5)
+    raw = CONFIGS[kind](target)
+    tensors = random_tensors(raw)
+    engine = make_engine(target, Drafter(parse_drafter_config(raw), tensors, target, max_positions=512, window=6), **BUSHY)
+    (output,), _ = check_trees(engine, PlainDrafts(raw, tensors, "llama", window=6, **FEW), [prompt], params)
+    assert output.token_ids == plain_tokens(target, prompt, params)
+    with pytest.raises(AssertionError, match="position 26"):
+        check_trees(engine, PlainDrafts(raw, tensors, "llama", **FEW), [prompt], params)
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
@@ -189,6 +225,28 @@ def test_a25_a_nodes_position_follows_its_own_depth():
         for node in range(1, 9):
             parent = parents[int(tree.tokens[0, node])]
             assert int(tree.tokens[0, tree.parent[0, node]]) == (99 if parent < 0 else parent)
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize("shared", [7, 8, 9, 15, 16, 17])
+def test_a33_a_page_that_is_used_again_holds_no_pair_of_another_next_token(kind, shared):
+    """Two prompts that part at, before or behind the edge of a page of 8: the second drafts as in an engine that has seen nothing, since the drafter's row i is made of token i + 1."""
+    target = tiny_target("llama", **FEW)
+    drafter, params = make_drafter(target, CONFIGS[kind](target)), SamplingParams(**GREEDY, max_tokens=5)
+    first = few_tokens(175, 30)
+    second = first[:shared] + [(first[shared] + 1) % FEW["vocab_size"]] + few_tokens(176, 4)
+    warm, cold = (make_engine(target, drafter, page_size=8, **BUSHY) for _ in range(2))
+    warm.generate(first, params)
+    trees = []
+    for engine in (warm, cold):
+        recorder = TreeRecorder()
+        with engine.observing(recorder):
+            output = engine.generate(second, params)[0]
+        assert output.token_ids == plain_tokens(target, second, params)
+        trees.append(recorder.trees[output.request_id])
+        found = output.stats.num_cached_tokens
+        assert found == ((shared - 1) // 8 * 8 if engine is warm else 0)
+    assert trees[0] == trees[1]
 
 
 def test_a35_without_top_p_nothing_is_sorted():

@@ -11,7 +11,7 @@ from helpers import assert_exact
 from plain_drafts import BUSHY, CONFIGS, FEW, TreeRecorder, few_tokens, path_tokens
 from test_sample import LEVEL, chi_square_pvalue, neutral
 from tiny_engines import TREES, bigram_drafter, make_drafter, make_engine, oracle_drafter, plain_tokens, random_drafter, tiny_target
-from tiny_targets import VOCAB_SIZE, random_tokens
+from tiny_targets import VOCAB_SIZE, empty_cache, random_tokens
 from tokenizers import AddedToken, decoders
 from tokenizers import Tokenizer as Backend
 from tokenizers import models
@@ -31,24 +31,25 @@ def test_b02_min_p_of_one_is_greedy(options):
 
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_b03_sampling_is_not_arg_max(kind):
-    """The second token of 600 answers, drawn inside a verified tree, has the target's distribution; the likeliest one is drawn far from always."""
+    """The third token of 600 answers, drawn at the root or at a node below it, has the target's distribution over all beginnings; the likeliest one is drawn far from always."""
     target, prompt, count = tiny_target("llama", **FEW), few_tokens(401, 5), 600
     engine = make_engine(target, make_drafter(target, CONFIGS[kind](target)), max_batch_size=200, max_model_len=24, **BUSHY)
-    outputs = engine.generate([prompt] * count, [SamplingParams(temperature=1.5, seed=seed, max_tokens=2) for seed in range(count)])
+    outputs = engine.generate([prompt] * count, [SamplingParams(temperature=1.5, seed=seed, max_tokens=3) for seed in range(count)])
     drawn = torch.tensor([output.token_ids for output in outputs])
-    probs = following(target, prompt, 1.5)
-    assert chi_square_pvalue(drawn[:, 0], probs) > LEVEL and 0.2 < probs.max() < 0.9
-    second = sum(probs[first] * following(target, [*prompt, first], 1.5) for first in range(FEW["vocab_size"]))
-    assert chi_square_pvalue(drawn[:, 1], second) > LEVEL
-    assert chi_square_pvalue(drawn[:, 1], following(target, [*prompt, int(probs.argmax())], 1.5)) < LEVEL
+    assert sum(output.stats.steps == 1 for output in outputs) > 60  # there the third token was drawn below the root
+    tokens = range(FEW["vocab_size"])
+    (first,), second = following(target, [prompt], 1.5), following(target, [[*prompt, a] for a in tokens], 1.5)
+    third = following(target, [[*prompt, a, b] for a in tokens for b in tokens], 1.5)
+    assert chi_square_pvalue(drawn[:, 0], first) > LEVEL and 0.2 < first.max() < 0.9
+    assert chi_square_pvalue(drawn[:, 2], (first[:, None] * second).flatten() @ third) > LEVEL
 
 
-def following(target, text: list[int], temperature: float) -> torch.Tensor:
-    """The target's distribution after a text, in float64 of its own logits."""
-    cache = torch.full_like(make_engine(target, None).state.target_cache, float("nan"))
-    pages = torch.arange(20, dtype=torch.int32)[None]
-    features = target.forward(torch.tensor([text]), torch.arange(len(text))[None], cache, torch.zeros(1, dtype=torch.int32), pages)
-    return (target.logits(features[0, -1:])[0].double() / temperature).softmax(-1)
+def following(target, texts: list[list[int]], temperature: float) -> torch.Tensor:
+    """The target's distributions [texts, V] after texts of one length, in float64 of its own logits."""
+    cache = empty_cache(target.config, batch=len(texts))
+    positions = torch.arange(len(texts[0])).expand(len(texts), -1).contiguous()
+    features = target.forward(torch.tensor(texts), positions, cache.kv, cache.seq_lens, cache.page_table)
+    return (target.logits(features[:, -1]).double() / temperature).softmax(-1)
 
 
 # The text of this answer is known, so where it has to be cut is known without asking an engine.
@@ -89,14 +90,16 @@ def test_b15_a_stop_string_early_in_an_accepted_run_is_found():
         assert output.token_ids == answer[: next(n for n, text in enumerate(texts) if stop in text)]
 
 
-def test_b17_nothing_behind_an_end_token_is_emitted_or_counted():
-    """An end token at every depth of an accepted run: tokens, steps, acceptance length and the stream all end with it."""
+@pytest.mark.parametrize("others", [0, 8])
+def test_b17_nothing_behind_an_end_token_is_emitted_or_counted(others):
+    """An end token at every depth of an accepted run: tokens, steps, acceptance length and the stream all end with it; alone, and as one of more end tokens than a step looks for."""
     target, answer = known_answer()
     params = SamplingParams(**(PARAMS | dict(ignore_eos=False)))
-    ends = [i for i, token in enumerate(answer) if token not in answer[:i]]
+    unused = [token for token in range(VOCAB_SIZE) if token not in answer][:others]
+    ends = [i for i, token in enumerate(answer) if token not in answer[:i] and token > max(unused, default=-1)]
     assert {(i - 1) % 5 for i in ends if i} == set(range(5))
     for end in ends:
-        engine = make_engine(target, oracle_drafter(target, PROMPT + answer), eos=(answer[end],), tree="chain", max_depth=4)
+        engine = make_engine(target, oracle_drafter(target, PROMPT + answer), eos=(answer[end], *unused), tree="chain", max_depth=4)
         output = engine.generate(PROMPT, params)[0]
         assert (output.token_ids, output.finish_reason) == (answer[: end + 1], "stop")
         assert output.stats.steps == -(-end // 5)

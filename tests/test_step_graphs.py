@@ -58,7 +58,7 @@ class CountingGraphs:
 
 def graphed(target, drafter, **options) -> tuple[Engine, CountingGraphs]:
     api = CountingGraphs()
-    config = EagleConfig(**(dict(max_model_len=160, page_size=8, max_batch_size=4) | options))
+    config = EagleConfig(**(dict(tree="dynamic", max_model_len=160, page_size=8, max_batch_size=4) | options))
     return Engine(target, drafter, None, config, eos_token_ids=(), graph_api=api), api
 
 
@@ -162,6 +162,35 @@ def test_a_stop_token_ends_the_sequence_on_the_device() -> None:
     assert int(engine.state.output_ring[0, -1]) == len(ended[0].token_ids)
 
 
+@pytest.mark.parametrize("length", [1, 9])
+def test_the_step_behind_a_stop_token_does_the_same_again(length: int) -> None:
+    """It was sent off before the host had read of the end: lengths and pending pairs stay as they are, so that it reaches before no sequence of one token and rewrites the rows that others may find with
+    what they hold."""
+    target, prompt = tiny_target("llama"), random_tokens(1, length)
+    answer = plain_tokens(target, prompt, SamplingParams(temperature=0.0, max_tokens=20))
+    stop = next(i for i, token in enumerate(answer) if i >= 2 and token not in answer[:i])
+    engine, _ = graphed(target, oracle_drafter(target, prompt + answer, drafter=random_drafter(target)), **TREES["chain"])
+    engine.add_request(prompt, SamplingParams(temperature=0.0, max_tokens=20, stop_token_ids=[answer[stop]]))
+    with torch.inference_mode():
+        begin_requests(engine)
+        engine._graphs.replay(1)
+        while engine.state.active[0]:
+            engine._graphs.replay(1)
+        state, names = engine.state, ("seq_lens", "root_tokens", "num_pending", "pending_tokens", "pending_features", "output_ring", "draft_cache", "target_cache")
+        rows = int(state.seq_lens[0])
+        pages = state.page_table[0].long()
+        assert rows >= int(state.num_pending[0])
+
+        def seen(name: str) -> torch.Tensor:
+            value = getattr(state, name)
+            return value[:, :, pages].flatten(2, 3)[:, :, : rows - ("draft" in name)].clone() if "cache" in name else value[0].clone()
+
+        before = {name: seen(name) for name in names}
+        engine._graphs.replay(1)
+        for name in names:
+            assert torch.equal(seen(name), before[name]), name
+
+
 def test_dummy_slots_write_to_the_last_page_alone() -> None:
     """Three sequences in the bucket of four, again with slots that others have left: pages that nobody took are as they were, and those that were taken give the tokens of plain decoding."""
     target = tiny_target("llama")
@@ -221,7 +250,7 @@ def engine_without_data(tree: dict, draft_vocab: int | None = None, drafter: dic
         drafter_config = parse_drafter_config(drafter_of)
         tensors = {name: torch.empty(shape, dtype={"d2t": torch.int64, "t2d": torch.bool}.get(name)) for name, shape in drafter_config.expected_tensors().items()}
         drafter = Drafter(drafter_config, tensors, target, max_positions=512, draft_vocab=None if draft_vocab is None else torch.arange(draft_vocab))
-    return Engine(target, drafter, None, EagleConfig(max_model_len=160, page_size=8, enforce_eager=True, **(tree or {}), **options), eos_token_ids=())
+    return Engine(target, drafter, None, EagleConfig(max_model_len=160, page_size=8, enforce_eager=True, **(dict(tree="dynamic") | (tree or {})), **options), eos_token_ids=())
 
 
 CONFIG = tiny_target("llama").config

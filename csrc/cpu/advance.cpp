@@ -7,6 +7,7 @@ namespace eagle {
 
 void advance(const AdvanceArgs& a) {
     for (int64_t b = 0; b < a.batch; ++b) {
+        if (!a.active[b]) continue;
         const int64_t* tokens = a.tokens + b * a.nodes;
         const int32_t* path = a.accepted_nodes + b * a.width;
         const int64_t last = a.num_accepted[b];
@@ -17,7 +18,7 @@ void advance(const AdvanceArgs& a) {
         }
         a.num_pending[b] = last + 1;
         a.root_tokens[b] = a.bonus_token[b];
-        if (a.active[b]) a.seq_lens[b] += static_cast<int32_t>(last) + 1;
+        a.seq_lens[b] += static_cast<int32_t>(last) + 1;
     }
 }
 

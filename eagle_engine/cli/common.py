@@ -76,11 +76,12 @@ def load_engine(args: argparse.Namespace, profile: CostProfile | None = None):
         max_batch_size=args.batch_size,
         deterministic=args.deterministic,
         enforce_eager=args.enforce_eager,
+        enable_prefix_caching=args.prefix_caching,
     )
     from eagle_engine.engine import Engine
 
     return Engine.from_pretrained(
-        args.target, args.draft, device=args.device, dtype=args.dtype, draft_vocab=args.draft_vocab, draft_layer_ids=args.draft_layer_ids, threads=args.threads, progress=show_progress(), config=config,
+        args.target, args.draft, device=args.device, dtype=args.dtype, draft_vocab=args.draft_vocab, draft_layer_ids=args.draft_layer_ids, draft_window=args.draft_window, threads=args.threads, progress=show_progress(), config=config,
         profile=profile,
     )  # fmt: skip
 

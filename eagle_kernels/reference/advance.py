@@ -14,15 +14,17 @@ def advance(
     features          [B, N, H], of the target's forward over the tree
     accepted          Accepted of paths up to max_depth
     active            [B] bool
-    seq_lens          [B] int32                     modified: += num_accepted_drafts + 1 where active
+    seq_lens          [B] int32                     modified: += num_accepted_drafts + 1
     root_tokens       [B] int64                     modified: the bonus token
     num_pending       [B] int64                     modified: num_accepted_drafts + 1
     pending_tokens    [B, max_depth + 1] int64      modified: the token after each accepted node
     pending_features  [B, max_depth + 1, H]         modified: the feature of each accepted node
 
-    Past the path: the root's token and feature.
+    Past the path: the root's token and feature. An inactive row stays as it is.
     """
     for b in range(tokens.shape[0]):
+        if not active[b]:
+            continue
         count = int(accepted.num_accepted_drafts[b]) + 1
         path = [max(int(node), 0) for node in accepted.accepted_nodes[b]]
         for i, node in enumerate(path):
@@ -31,5 +33,4 @@ def advance(
         pending_tokens[b, count - 1] = accepted.bonus_token[b]
         num_pending[b] = count
         root_tokens[b] = accepted.bonus_token[b]
-        if active[b]:
-            seq_lens[b] += count
+        seq_lens[b] += count

@@ -31,22 +31,22 @@ def _advance_kernel(
 ):  # fmt: skip
     """Grid (width, B): program (i, b) copies the feature of accepted node i and the token after it; program 0 of a sequence also its lengths, which no other program reads."""
     i, b = tl.program_id(0), tl.program_id(1)
-    last = tl.load(num_accepted_ptr + b)
-    bonus = tl.load(bonus_ptr + b)
-    node = tl.maximum(tl.load(accepted_ptr + b * width + i), 0)
-    next_node = tl.maximum(tl.load(accepted_ptr + b * width + i + 1, mask=i < last, other=0), 0)
-    token = tl.where(i == last, bonus, tl.load(tokens_ptr + b * nodes + next_node))
-    tl.store(pending_tokens_ptr + b * width + i, token)
-    source = features_ptr + (b * nodes + node).to(tl.int64) * hidden
-    destination = pending_features_ptr + (b * width + i).to(tl.int64) * hidden
-    for start in range(0, hidden, BLOCK_H):
-        h = start + tl.arange(0, BLOCK_H)
-        tl.store(destination + h, tl.load(source + h, mask=h < hidden), mask=h < hidden)
-    if i == 0:
-        tl.store(num_pending_ptr + b, (last + 1).to(tl.int64))
-        tl.store(root_tokens_ptr + b, bonus)
-        seq_len = tl.load(seq_lens_ptr + b)
-        tl.store(seq_lens_ptr + b, tl.where(tl.load(active_ptr + b), seq_len + last + 1, seq_len))
+    if tl.load(active_ptr + b):
+        last = tl.load(num_accepted_ptr + b)
+        bonus = tl.load(bonus_ptr + b)
+        node = tl.maximum(tl.load(accepted_ptr + b * width + i), 0)
+        next_node = tl.maximum(tl.load(accepted_ptr + b * width + i + 1, mask=i < last, other=0), 0)
+        token = tl.where(i == last, bonus, tl.load(tokens_ptr + b * nodes + next_node))
+        tl.store(pending_tokens_ptr + b * width + i, token)
+        source = features_ptr + (b * nodes + node).to(tl.int64) * hidden
+        destination = pending_features_ptr + (b * width + i).to(tl.int64) * hidden
+        for start in range(0, hidden, BLOCK_H):
+            h = start + tl.arange(0, BLOCK_H)
+            tl.store(destination + h, tl.load(source + h, mask=h < hidden), mask=h < hidden)
+        if i == 0:
+            tl.store(num_pending_ptr + b, (last + 1).to(tl.int64))
+            tl.store(root_tokens_ptr + b, bonus)
+            tl.store(seq_lens_ptr + b, tl.load(seq_lens_ptr + b) + last + 1)
 
 
 def advance(
