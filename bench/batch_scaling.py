@@ -1,4 +1,4 @@
-"""Batches of growing size: plain decoding, the fixed default tree and the adaptive tree, in turns on the same prompts; tokens per second of each over plain, and whether every answer is that of plain decoding.
+"""Batches of growing size: plain decoding, a fixed tree of the default size and the adaptive tree, in turns on the same prompts; tokens per second of each over plain, and whether every answer is that of plain decoding.
 
     python bench/batch_scaling.py [--batch-sizes 1 2 4 8 16] [--rounds 8] [--max-new-tokens 64] [--output FILE.json] [--plot FILE.png]
     python bench/batch_scaling.py --useless-drafter        # a drafter with random weights in place of the real one: what drafting costs where it cannot pay
@@ -71,7 +71,9 @@ def make_engines(args: argparse.Namespace) -> tuple[dict[str, Engine], str]:
     config = EagleConfig(tree="adaptive", max_batch_size=max(args.batch_sizes), max_model_len=args.max_model_len, enable_prefix_caching=False)
     if args.threads is not None:
         torch.set_num_threads(args.threads)
-    target, drafter, tokenizer = load_models(args.target, args.draft, config, "auto", "auto", "auto", None, False)  # with room for the largest tree
+    target, drafter, tokenizer = load_models(
+        args.target, args.draft, config, device="auto", dtype="auto", draft_vocab="auto", draft_layer_ids=None, draft_window=0, progress=False
+    )  # with room for the largest tree
     if drafter is None:
         raise EagleError("batch_scaling compares drafting with plain decoding: --draft none leaves nothing to compare")
     fixed = replace(config, tree="dynamic", top_k=None, max_depth=None, num_nodes=None)

@@ -10,7 +10,7 @@ import eagle_engine.engine as engine_module
 import pytest
 import torch
 from cli_runner import one_error, pair, prompts, run  # noqa: F401  (fixtures)
-from eagle_engine import EagleConfig, SamplingParams, scheduler
+from eagle_engine import EagleConfig, SamplingParams, cost_profile, scheduler
 from eagle_engine.cli import common, profile, tune
 from eagle_engine.cost_profile import CostProfile
 from eagle_engine.engine import Engine
@@ -28,7 +28,8 @@ RATES = Ceilings(1e10, 2e10, 1e11)
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("EAGLE_CACHE", str(tmp_path / "cache"))
+    """Where the profiles of this test go."""
+    monkeypatch.setattr(cost_profile, "cache_directory", lambda: tmp_path / "cache")
     return tmp_path / "cache"
 
 
@@ -95,7 +96,7 @@ def test_tune_measures_for_real(run):
 def test_tune_whose_result_cannot_be_kept_says_so(run, tmp_path, monkeypatch):
     monkeypatch.setattr(engine_module, "measure_profile", made_up_measurement())
     (tmp_path / "file").write_text("")
-    monkeypatch.setenv("EAGLE_CACHE", str(tmp_path / "file"))
+    monkeypatch.setattr(cost_profile, "cache_directory", lambda: tmp_path / "file")
     status, out, err = run("tune", *SIZES, "--json")
     assert status == 0 and json.loads(out)["file"] is None and err.count("eagle: warning") == 1 and "could not be kept" in err
     assert "kept in" not in run("tune", *SIZES)[2]
@@ -174,8 +175,8 @@ def test_profile_counts_preemptions_and_prefix_hits(run, tmp_path, made_up, monk
     result = json.loads(run("profile", *options, "--json")[1])
     assert (result["cached_tokens"], result["prompt_tokens"], result["preemptions"]) == (32, 86, 0)
     assert "0 preemptions; 32 of 86 tokens of prompts were found" in run("profile", *options)[1]
-    monkeypatch.setattr(common, "EagleConfig", partial(EagleConfig, num_pages=9, enable_prefix_caching=False))
-    result = json.loads(run("profile", *options, "--json", "--batch-size", 2)[1])
+    monkeypatch.setattr(common, "EagleConfig", partial(EagleConfig, num_pages=9))
+    result = json.loads(run("profile", *options, "--json", "--batch-size", 2, "--no-prefix-caching")[1])
     assert result["cached_tokens"] == 0 and result["preemptions"] > 0 and result["tokens"] == 40
 
 
