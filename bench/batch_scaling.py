@@ -1,10 +1,10 @@
 """Batches of growing size: plain decoding, a fixed tree of the default size and the adaptive tree, in turns on the same prompts; tokens per second of each over plain, and whether every answer is that of plain decoding.
 
-    python bench/batch_scaling.py [--batch-sizes 1 2 4 8 16] [--rounds 8] [--max-new-tokens 64] [--output FILE.json] [--plot FILE.png]
+    python bench/batch_scaling.py [--batch-sizes 1 2 4 8 16] [--rounds 6] [--queue 3] [--max-new-tokens 64] [--output FILE.json] [--plot FILE.png]
     python bench/batch_scaling.py --useless-drafter        # a drafter with random weights in place of the real one: what drafting costs where it cannot pay
 
-A round is one batch of prompts, answered by every mode, in an order that rotates. Greedy; end tokens are ignored, so that all answers are equally long; prompts are computed anew each time. Exit status 1
-when tokens differ.
+A round is a queue of prompts, several for each place in the batch, answered by every mode, in an order that rotates: when a request ends the next takes its place. Greedy; end tokens are ignored, so that all
+answers are equally long; prompts are computed anew each time. Exit status 1 when tokens differ.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from eagle_engine.drafter import Drafter
 from eagle_engine.evaluation import load_prompts
 from eagle_engine.loading import load_models
 from eagle_engine.target import TargetModel
+from eagle_engine.tokenizer import Tokenizer
 
 WARM_UP_TOKENS = 8
 COLOURS = {"plain": "#57606a", "fixed": "#bf3989", "adaptive": "#1f6feb"}
@@ -66,23 +67,29 @@ class Measured:
         }
 
 
-def make_engines(args: argparse.Namespace) -> tuple[dict[str, Engine], str]:
-    """Modes that share the target's weights, and the setting in words."""
-    config = EagleConfig(tree="adaptive", max_batch_size=max(args.batch_sizes), max_model_len=args.max_model_len, enable_prefix_caching=False)
+def read_models(args: argparse.Namespace) -> tuple[TargetModel, Drafter, Tokenizer]:
     if args.threads is not None:
         torch.set_num_threads(args.threads)
-    target, drafter, tokenizer = load_models(
-        args.target, args.draft, config, device="auto", dtype="auto", draft_vocab="auto", draft_layer_ids=None, draft_window=0, progress=False
-    )  # with room for the largest tree
+    # With room for the largest tree.
+    target, drafter, tokenizer = load_models(args.target, args.draft, config_of(args, 1), "auto", "auto", "auto", None, 0, False)
     if drafter is None:
         raise EagleError("batch_scaling compares drafting with plain decoding: --draft none leaves nothing to compare")
+    return target, useless(drafter, target) if args.useless_drafter else drafter, tokenizer
+
+
+def config_of(args: argparse.Namespace, batch: int) -> EagleConfig:
+    return EagleConfig(tree="adaptive", max_batch_size=batch, max_model_len=args.max_model_len, enable_prefix_caching=False)
+
+
+def make_engines(args: argparse.Namespace, models: tuple[TargetModel, Drafter, Tokenizer], batch: int) -> tuple[dict[str, Engine], str]:
+    """Modes that share the target's weights, and the setting in words."""
+    target, drafter, tokenizer = models
+    config = config_of(args, batch)
     fixed = replace(config, tree="dynamic", top_k=None, max_depth=None, num_nodes=None)
     modes = {"plain": Engine(target, None, tokenizer, fixed)}
-    if args.useless_drafter:
-        drafter = useless(drafter, target)
-    else:
+    if not args.useless_drafter:
         modes["fixed"] = Engine(target, drafter, tokenizer, fixed)
-    modes["adaptive"] = Engine(target, drafter, tokenizer, config)
+    modes["adaptive"] = Engine(target, drafter, tokenizer, config, progress=sys.stderr.isatty())
     return modes, describe_models(args, modes["adaptive"]) + (f"; fixed tree, top_k {fixed.top_k}, max_depth {fixed.max_depth}, num_nodes {fixed.num_nodes}" if "fixed" in modes else "")
 
 
@@ -96,14 +103,14 @@ def useless(drafter: Drafter, target: TargetModel) -> Drafter:
     return Drafter(drafter.config, tensors, target, max_positions=target.max_positions, draft_vocab=ids)
 
 
-def measure(modes: dict[str, Engine], prompts: list[list[int]], names: list[str], batch: int, rounds: int, max_tokens: int) -> tuple[dict[str, Measured], list[dict]]:
-    """All modes on `rounds` batches, one after the other through the prompts, from the first again after the last; the differences from plain decoding."""
+def measure(modes: dict[str, Engine], prompts: list[list[int]], names: list[str], batch: int, count: int, rounds: int, max_tokens: int) -> tuple[dict[str, Measured], list[dict]]:
+    """All modes on `rounds` queues of `count` prompts, one after the other through the prompts, from the first again after the last; the differences from plain decoding."""
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
     measured, differences = {mode: Measured() for mode in modes}, []
     for engine in modes.values():
         engine.generate(prompts[:batch], replace(params, max_tokens=min(max_tokens, WARM_UP_TOKENS)))
     for number in tqdm(range(rounds), desc=f"batch {batch}", unit="round", disable=not sys.stderr.isatty(), leave=False):
-        places = [(number * batch + i) % len(prompts) for i in range(batch)]
+        places = [(number * count + i) % len(prompts) for i in range(count)]
         order, answers = list(modes), {}
         order = order[number % len(order) :] + order[: number % len(order)]
         for mode in order:
@@ -117,7 +124,7 @@ def measure(modes: dict[str, Engine], prompts: list[list[int]], names: list[str]
 
 
 def run_once(engine: Engine, prompts: list[list[int]], params: SamplingParams, into: Measured) -> list[list[int]]:
-    """One batch; its answers."""
+    """One queue; its answers."""
     sizes, prefill = engine.sizes, engine.timer.seconds["prefill"]
     runs_before = dict(sizes.num_steps) if sizes is not None else {}
     started = time.perf_counter()
@@ -191,7 +198,8 @@ def main() -> int:
     parser.add_argument("--prompts", default="mt_bench", metavar="SUITE|FILE", help="default: %(default)s")
     parser.add_argument("--limit", type=int, metavar="N", help="only the first N prompts")
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 2, 4, 8, 16], metavar="N", help="default: 1 2 4 8 16")
-    parser.add_argument("--rounds", type=int, default=8, metavar="N", help="batches for each size (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=6, metavar="N", help="queues for each batch size (default: %(default)s)")
+    parser.add_argument("--queue", type=int, default=3, metavar="N", help="prompts of a round for each place in the batch (default: %(default)s)")
     parser.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="default: %(default)s")
     parser.add_argument("--max-model-len", type=int, default=1024, metavar="N", help="default: %(default)s")
     parser.add_argument("--threads", type=int, metavar="N", help="default: one for each core")
@@ -200,25 +208,26 @@ def main() -> int:
     parser.add_argument("--output", metavar="FILE.json", help="also write the JSON to a file")
     parser.add_argument("--plot", metavar="FILE", help="draw it to a .png or .svg file")
     args = parser.parse_args()
-    if min(args.batch_sizes) < 1 or args.rounds < 1 or args.max_new_tokens < 2:
-        parser.error("--batch-sizes and --rounds must be at least 1, --max-new-tokens 2")
+    if min(args.batch_sizes) < 1 or args.rounds < 1 or args.queue < 1 or args.max_new_tokens < 2:
+        parser.error("--batch-sizes, --rounds and --queue must be at least 1, --max-new-tokens 2")
     try:
         output, picture = (None if name is None else output_file(option, name, kinds) for option, name, kinds in (("--output", args.output, (".json",)), ("--plot", args.plot, SUFFIXES)))
         if picture is not None:
             check_matplotlib()
         rows = load_prompts(args.prompts, args.limit)
-        modes, models = make_engines(args)
-        tokenizer = modes["plain"].tokenizer
-        prompts = [modes["plain"].encode_chat([{"role": "user", "content": row.turns[0]}]) if tokenizer.chat_template is not None else tokenizer.encode(row.turns[0]) for row in rows]
+        models = read_models(args)
+        tokenizer = models[2]
+        prompts = [tokenizer.encode_chat([{"role": "user", "content": row.turns[0]}]) if tokenizer.chat_template is not None else tokenizer.encode(row.turns[0]) for row in rows]
         if max(map(len, prompts)) + args.max_new_tokens > args.max_model_len:
             raise EagleError(f"--max-model-len {args.max_model_len} would cut answers: the longest prompt has {max(map(len, prompts))} tokens, and answers have {args.max_new_tokens}")
         measured, differences = {}, []
         for batch in sorted(set(args.batch_sizes)):
-            measured[batch], found = measure(modes, prompts, [row.id for row in rows], batch, args.rounds, args.max_new_tokens)
+            modes, described = make_engines(args, models, batch)
+            measured[batch], found = measure(modes, prompts, [row.id for row in rows], batch, args.queue * batch, args.rounds, args.max_new_tokens)
             differences += found
     except EagleError as error:
         parser.error(str(error))
-    setting = {"models": models + (", random weights" if args.useless_drafter else ""), "prompts": args.prompts, "num_prompts": len(rows)} | {name: getattr(args, name) for name in ("rounds", "max_new_tokens", "useless_drafter")}
+    setting = {"models": described + (", random weights" if args.useless_drafter else ""), "prompts": args.prompts, "num_prompts": len(rows)} | {name: getattr(args, name) for name in ("rounds", "queue", "max_new_tokens", "useless_drafter")}
     result = {"setting": setting} | report(measured, differences)
     if output is not None:
         output.write_text(json.dumps(result, indent=1) + "\n")

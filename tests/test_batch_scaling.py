@@ -15,7 +15,7 @@ from tiny_engines import DRAFTERS, made_up_profile, make_engine, random_drafter,
 from tiny_targets import random_tokens
 
 BENCH = Path(__file__).parent.parent / "bench"
-OPTIONS = ("--batch-sizes", "2", "1", "--rounds", "4", "--max-new-tokens", "10", "--max-model-len", "60")
+OPTIONS = ("--batch-sizes", "2", "1", "--rounds", "4", "--queue", "1", "--max-new-tokens", "10", "--max-model-len", "60")
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def batch_scaling(monkeypatch):
 @pytest.fixture
 def program(batch_scaling, pair, prompts, capsys, monkeypatch, restore_num_threads):
     """program(*options) -> status, stdout; the tiny pair, on a made-up profile."""
-    monkeypatch.setattr(Engine, "_profile", lambda self: made_up_profile(self.config))
+    monkeypatch.setattr(Engine, "_profile", lambda self, progress: made_up_profile(self.config))
 
     def call(*options: object) -> tuple[int, str]:
         arguments = ["--target", pair.target, "--draft", pair.draft, "--prompts", prompts, "--threads", 1, *OPTIONS, *options]
@@ -63,7 +63,7 @@ def test_modes_take_turns_on_the_same_prompts(program, monkeypatch):
         if params.max_tokens == 10:  # no warm-up
             kind = "plain" if self.models.drafter is None else "fixed" if self.sizes is None else "adaptive"
             calls.append((kind, len(prompts), tuple(map(tuple, prompts))))
-            assert not self.config.enable_prefix_caching and self.config.max_batch_size == 2 and params.ignore_eos and params.temperature == 0
+            assert not self.config.enable_prefix_caching and self.config.max_batch_size == len(prompts) and params.ignore_eos and params.temperature == 0
         return generate(self, prompts, params)
 
     monkeypatch.setattr(Engine, "generate", watched)
@@ -107,7 +107,7 @@ def test_useless_drafter(program, batch_scaling, monkeypatch):
     made, useless = [], batch_scaling.useless
     monkeypatch.setattr(batch_scaling, "useless", lambda *arguments: made.append(useless(*arguments)) or made[-1])
     engines, make = [], batch_scaling.make_engines
-    monkeypatch.setattr(batch_scaling, "make_engines", lambda args: engines.append(make(args)) or engines[-1])
+    monkeypatch.setattr(batch_scaling, "make_engines", lambda *arguments: engines.append(make(*arguments)) or engines[-1])
     status, out = program("--json", "--useless-drafter")
     result = json.loads(out)
     assert engines[0][0]["adaptive"].models.drafter is made[0]
@@ -145,7 +145,7 @@ def test_figures_are_medians_of_rounds(batch_scaling):
 
 def test_mistakes(program, tmp_path, capsys):
     for options, message in (
-        (("--rounds", 0), "--rounds must be at least 1"),
+        (("--rounds", 0), "--rounds and --queue must be at least 1"),
         (("--draft", "none"), "--draft none leaves nothing to compare"),
         (("--output", "result.txt"), "--output result.txt: expected a file that ends in .json"),
         (("--plot", tmp_path / "none" / "plot.png"), "there is no directory"),

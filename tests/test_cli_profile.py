@@ -36,7 +36,7 @@ def cache(tmp_path, monkeypatch):
 @pytest.fixture
 def made_up(monkeypatch):
     """Neither steps nor the machine are measured: what is chosen does not hang on the machine's mood."""
-    monkeypatch.setattr(Engine, "_profile", lambda self: made_up_profile(self.config))
+    monkeypatch.setattr(Engine, "_profile", lambda self, progress: made_up_profile(self.config))
     monkeypatch.setattr(profile, "measure_ceilings", lambda *_, **__: RATES)
 
 
