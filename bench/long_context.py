@@ -53,7 +53,7 @@ def measure(target: Engine, drafter: Drafter, config: EagleConfig, window: int, 
 def run(target: Engine, drafters: dict[str, Drafter], args: argparse.Namespace) -> dict:
     """Results by length, drafter and window."""
     base = dict(max_model_len=target.max_model_len, max_batch_size=1, page_size=target.config.page_size)
-    config = EagleConfig(**base, top_k=args.top_k, max_depth=args.max_depth, num_nodes=args.num_nodes)
+    config = EagleConfig(**base, tree="dynamic", top_k=args.top_k, max_depth=args.max_depth, num_nodes=args.num_nodes)
     questions = [prompt.turns[0] for prompt in load_prompts("mt_bench")]
     asked, told = questions[: args.questions], questions[args.questions :]
     writer = Engine(target.models.target, next(iter(drafters.values())), target.tokenizer, config) if drafters else target
@@ -92,7 +92,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main() -> None:
     args = parser().parse_args()
-    tree = dict(top_k=args.top_k, max_depth=args.max_depth, num_nodes=args.num_nodes)
+    tree = dict(tree="dynamic", top_k=args.top_k, max_depth=args.max_depth, num_nodes=args.num_nodes)
     engines = {name: Engine.from_pretrained(args.target, name, threads=args.threads, progress=False, max_batch_size=1, **tree) for name in args.draft or ["eagle1", "eagle3"]}
     drafters = {name: engine.models.drafter for name, engine in engines.items()}
     target = next(iter(engines.values())).plain()

@@ -26,7 +26,7 @@ def main() -> int:
     next_token[order] = order.roll(-1)
     target = random_target(SMALL, 1024, device=args.device, deterministic=True, next_token=next_token.to(args.device), update=2.5)
     drafter = random_drafter(target, SMALL, follows_embedding=True)
-    config = EagleConfig(top_k=4, max_depth=3, num_nodes=12, max_model_len=512, max_batch_size=4, deterministic=True)
+    config = EagleConfig(tree="dynamic", top_k=4, max_depth=3, num_nodes=12, max_model_len=512, max_batch_size=4, deterministic=True)
     engine = Engine(target, drafter, None, config, eos_token_ids=())
     plain = engine.plain()
     prompts = [torch.randint(0, SMALL.vocab, (7 + 41 * i,)).tolist() for i in range(args.prompts)]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from eagle_engine.errors import EagleError
 
-TREES = ("dynamic", "adaptive", "static", "chain")
+TREES = ("adaptive", "dynamic", "static", "chain")
 ACCEPTANCE_RULES = ("exact", "rejection")
 FILTER_ORDERS = ("hf", "vllm")
 MAX_NODES = 256
@@ -14,9 +14,9 @@ MAX_TOP_K = 64
 MAX_FRONTIER = 64
 
 # A static tree for a small node budget. Each entry is a path of ranks among the drafter's choices.
-# What a tree is when the user does not say: the fastest fixed one of those measured for the demo pair on two CPU cores (bench/NOTES.md), and the largest that an adaptive tree may become.
-DEFAULT_SIZES = {"adaptive": dict(top_k=4, max_depth=6, num_nodes=16)}
-DEFAULT_SIZE = dict(top_k=3, max_depth=2, num_nodes=5)
+# What a tree is when the user does not say: the largest that an adaptive tree may become, and the fastest fixed one of those measured for the demo pair on two CPU cores (bench/NOTES.md).
+ADAPTIVE_SIZE = dict(top_k=4, max_depth=6, num_nodes=16)
+FIXED_SIZE = dict(top_k=3, max_depth=2, num_nodes=5)
 
 STATIC_CHOICES: tuple[tuple[int, ...], ...] = ((0,), (1,), (0, 0), (0, 1), (1, 0))
 
@@ -25,11 +25,11 @@ STATIC_CHOICES: tuple[tuple[int, ...], ...] = ((0,), (1,), (0, 0), (0, 1), (1, 0
 class EagleConfig:
     """How the engine drafts, accepts and stores.
 
-    tree            "dynamic" (EAGLE-2: the shape follows the drafter's confidence), "adaptive" (a dynamic tree whose max_depth and num_nodes are chosen for each step by what they cost on this machine and
-                    what they have brought lately, none at all where drafting does not pay), "static" (EAGLE-1: `choices`) or "chain"
-    top_k           continuations kept per node, and nodes of a frontier, in a dynamic or adaptive tree; None: 3, adaptive 4
-    max_depth       greatest depth of a node; the published code's depth setting is one less; None: 2, adaptive 6
-    num_nodes       nodes of a dynamic tree, most nodes of an adaptive one, the root included; None: 5, adaptive 16, or as many as there can be
+    tree            "adaptive" (the shape follows the drafter's confidence, EAGLE-2, and max_depth and num_nodes are chosen for each step by what they cost on this machine and what they have brought lately:
+                    none at all where drafting does not pay), "dynamic" (EAGLE-2: of one max_depth and num_nodes), "static" (EAGLE-1: `choices`) or "chain"
+    top_k           continuations kept per node, and nodes of a frontier, in an adaptive or dynamic tree; None: 4, dynamic 3
+    max_depth       greatest depth of a node; the published code's depth setting is one less; None: 6, others than adaptive 2
+    num_nodes       most nodes of an adaptive tree, nodes of a dynamic one, the root included; None: 16, dynamic 5, or as many as there can be
     choices         static tree: paths of ranks, parents included
     acceptance      "exact": a draft is accepted when it is the token that plain decoding draws, so the text is that of plain decoding.
                     "rejection": speculative sampling on drafts that were drawn from the drafter; exact in distribution; chain and static trees
@@ -46,7 +46,7 @@ class EagleConfig:
                     CPU always so
     """
 
-    tree: str = "dynamic"
+    tree: str = "adaptive"
     top_k: int | None = None
     max_depth: int | None = None
     num_nodes: int | None = None
@@ -64,7 +64,7 @@ class EagleConfig:
 
     def __post_init__(self) -> None:
         _one_of("tree", self.tree, TREES)
-        for name, size in DEFAULT_SIZES.get(self.tree, DEFAULT_SIZE).items():
+        for name, size in (ADAPTIVE_SIZE if self.tree == "adaptive" else FIXED_SIZE).items():
             if getattr(self, name) is None:
                 # Nodes come last: no more than the others leave room for.
                 room = self.top_k + (self.max_depth - 1) * self.top_k**2 + 1 if name == "num_nodes" and isinstance(self.top_k, int) and isinstance(self.max_depth, int) else size

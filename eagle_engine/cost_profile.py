@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
-import statistics
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -20,9 +19,9 @@ from eagle_engine.step import Models
 from eagle_engine.tree_shape import TreeShape
 from eagle_engine.weight_cache import cache_directory
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 SHORT, LONG = 64, 1024  # committed rows of the two contexts that are measured
-ROUNDS = 5
+ROUNDS = 7
 
 
 @dataclass(frozen=True)
@@ -50,11 +49,11 @@ class CostProfile:
 UNMEASURED = CostProfile([], [], [], [], 0)  # of an engine that is tuned before its first request
 
 
-def profile_file(models: Models, shapes: Sequence[TreeShape], max_batch: int, late: bool) -> Path:
+def profile_file(models: Models, shapes: Sequence[TreeShape], max_batch: int, context_rows: int, late: bool) -> Path:
     """Where the profile of these models on this machine is kept: the name tells apart all that a step's time depends on."""
     target, drafter = models.target, models.drafter
     what = [
-        FORMAT_VERSION, str(target.config), str(drafter.config), drafter.vocab_size, drafter.window, str(target.dtype), str(target.device), target.deterministic, late, max_batch, shapes[-1].top_k,
+        FORMAT_VERSION, str(target.config), str(drafter.config), drafter.vocab_size, drafter.window, str(target.dtype), str(target.device), target.deterministic, late, max_batch, context_rows, shapes[-1].top_k,
         [(shape.max_depth, shape.num_nodes) for shape in shapes], _machine(target.device),
     ]  # fmt: skip
     return cache_directory() / "profiles" / f"{hashlib.sha256(repr(what).encode()).hexdigest()[:16]}.json"
@@ -85,35 +84,42 @@ def save_profile(file: Path, profile: CostProfile) -> None:
 def measure_profile(
     prepare: Callable[[int, int], None], step: Callable[[int, int], None], shapes: Sequence[TreeShape], batches: Sequence[int], context_rows: int, progress: Callable[[str], None] = lambda _: None
 ) -> CostProfile:
-    """Time steps, all shapes in turns, so that a machine that slows down slows all of them; medians.
+    """Time steps, all shapes in turns, so that a machine that slows down slows all of them.
 
     prepare       prepare(batch, context) makes `batch` sequences of `context` committed rows
     step          step(batch, shape) runs one step over them, and waits for its end
     context_rows  longest context that there is room for, SHORT or more
+
+    What disturbs a step makes it longer, never shorter. So of several rounds the least counts, and no step costs more than a larger one took.
     """
 
     def time_all(batch: int, context: int) -> list[float]:
         prepare(batch, context)
-        times: list[list[float]] = [[] for _ in shapes]
+        least = [float("inf")] * len(shapes)
         for number in range(ROUNDS + 1):
-            for shape, own in enumerate(times):
+            for shape in range(len(shapes)):
                 start = time.perf_counter()
                 step(batch, shape)
                 if number > 0:  # the first is the warm-up
-                    own.append(time.perf_counter() - start)
-        return [statistics.median(own) for own in times]
+                    least[shape] = min(least[shape], time.perf_counter() - start)
+        return _bounded_by_larger(least, shapes)
 
     base: list[list[float]] = [[] for _ in shapes]
     for batch in batches:
         progress(f"batch {batch}")
-        for times, seconds in zip(base, time_all(batch, SHORT)):
-            times.append(seconds)
+        for row, seconds in zip(base, time_all(batch, SHORT)):
+            row.append(seconds)
+    base = [list(np.minimum.accumulate(row[::-1])[::-1].tolist()) for row in base]
     per_row = [0.0] * len(shapes)
     if context_rows >= 2 * SHORT:
         progress(f"context {context_rows}")
         short, long = (time_all(1, context) for context in (SHORT, context_rows))
         per_row = [max(b - a, 0.0) / (context_rows - SHORT) for a, b in zip(short, long)]
     return CostProfile([[shape.max_depth, shape.num_nodes] for shape in shapes], list(batches), base, per_row, context_rows)
+
+
+def _bounded_by_larger(seconds: list[float], shapes: Sequence[TreeShape]) -> list[float]:
+    return [min(other for other, larger in zip(seconds, shapes) if larger.max_depth >= shape.max_depth and larger.num_nodes >= shape.num_nodes) for shape in shapes]
 
 
 def _machine(device: torch.device) -> list[object]:

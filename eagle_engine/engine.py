@@ -14,7 +14,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from eagle_engine.config import EagleConfig
-from eagle_engine.cost_profile import LONG, SHORT, CostProfile, load_profile, measure_profile, profile_file, save_profile
+from eagle_engine.cost_profile import LONG, SHORT, UNMEASURED, CostProfile, load_profile, measure_profile, profile_file, save_profile
 from eagle_engine.cuda_limits import check_device, check_limits
 from eagle_engine.drafter import Drafter
 from eagle_engine.errors import EagleError
@@ -48,6 +48,7 @@ class Engine:
     tokenizer        None: prompts are token ids, and answers have no text
     graph_api        how steps are captured and replayed; None: torch.cuda's graphs on CUDA, none on the CPU
     profile          of an adaptive tree: what steps cost; None: as it was measured before for these models on this machine, or else is measured now
+    progress         show a bar on stderr while it is measured
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class Engine:
         eos_token_ids: tuple[int, ...] | None = None,
         graph_api: GraphApi | None = None,
         profile: CostProfile | None = None,
+        progress: bool = False,
     ) -> None:
         config = config or EagleConfig()
         self.config, self.tokenizer = config, tokenizer
@@ -111,7 +113,7 @@ class Engine:
             self.models = self.models._replace(graphs=VerifyGraphs(target, self.models.captured_layers, self.state))
         self._grammars = Grammars(tokenizer, target.config.vocab_size, self.eos_token_ids)
         self._behind, self._pending = 0, 1  # pairs that the drafter has missed, and that wait for it, of any running request: at most
-        self.sizes = TreeSizes(self.shapes, profile or self._profile()) if sizes else None
+        self.sizes = TreeSizes(self.shapes, self._checked(profile) or self._profile(progress)) if sizes else None
         self._observer: Observer | None = None
         self._undelivered: list[RequestOutput] = []
         self._next_id = 0
@@ -153,7 +155,7 @@ class Engine:
         config = config_of(config, options)
         if threads is not None:
             torch.set_num_threads(threads)
-        return cls(*load_models(target, draft, config, device, dtype, draft_vocab, draft_layer_ids, draft_window, progress), config, profile=profile)
+        return cls(*load_models(target, draft, config, device, dtype, draft_vocab, draft_layer_ids, draft_window, progress), config, profile=profile, progress=progress)
 
     @property
     def memory_bytes(self) -> dict[str, int]:
@@ -411,13 +413,28 @@ class Engine:
         for slot in range(self.config.max_batch_size):
             self.state.clear(slot)
         self.pages.give_back(pages)
-        save_profile(profile_file(self.models, self.shapes, self.config.max_batch_size, self.captures_steps), profile)
+        save_profile(self.profile_file, profile)
         self.sizes = TreeSizes(self.shapes, profile)
         return profile
 
-    def _profile(self) -> CostProfile:
+    @property
+    def profile_file(self) -> Path:
+        """Where the profile of this engine is kept."""
+        return profile_file(self.models, self.shapes, self.config.max_batch_size, min(LONG, self.max_model_len), self.captures_steps)
+
+    def _checked(self, profile: CostProfile | None) -> CostProfile | None:
+        ours = [[shape.max_depth, shape.num_nodes] for shape in self.shapes]
+        if profile not in (None, UNMEASURED) and profile.shapes != ours:
+            raise EagleError(f"profile: it is of other trees; expected those of max_depth and num_nodes {ours}, got {profile.shapes}")
+        return profile
+
+    def _profile(self, progress: bool) -> CostProfile:
         """As it was measured before, or now."""
-        return load_profile(profile_file(self.models, self.shapes, self.config.max_batch_size, self.captures_steps)) or self.tune()
+        known = load_profile(self.profile_file)
+        if known is not None:
+            return known
+        with tqdm(total=len(batch_buckets(self.config.max_batch_size)) + 1, desc="measuring what trees cost here, once", disable=not progress, leave=False) as bar:
+            return self.tune(lambda _: bar.update())
 
     def _run_dummies(self, batch: int, shape: int) -> None:
         run_step(self._models_of(shape), self.state, batch, PhaseTimer())

@@ -15,7 +15,7 @@ from eagle_engine.target import TargetModel
 from eagle_kernels import Recording, Tree, record
 
 Tag = TypeVar("Tag")
-MAX_RECORDED = 64  # sizes of the verify forward that are kept: an adaptive tree has some fifteen for each number of running requests
+MAX_RECORDED = 128  # sizes of the verify forward that are kept: an adaptive tree has some fifteen for each number of running requests
 
 
 class GraphApi(Protocol):

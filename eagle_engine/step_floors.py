@@ -48,7 +48,7 @@ def draft_forwards(drafter: Drafter, target: TargetModel, shape: TreeShape, batc
     matrices = {name: math.prod(size) for name, size in config.expected_tensors().items() if len(size) == 2 and name != "lm_head.weight"}
     every = sum(matrices.values())
     level_weights = every - (matrices["fc.weight"] if config.version == 3 else 0)  # what EAGLE-3 fuses is the target's states, which deeper levels have none of
-    head = drafter.head.out_features * drafter.head.in_features
+    head = drafter.vocab_size * config.layer.hidden_size
     seen = min(context, drafter.window) if drafter.window else context
     cache = batch * seen * _row_bytes(config.layer, target)
     forwards = []

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from eagle_engine.cost_profile import CostProfile
 from eagle_engine.tree_shape import TreeShape
 
-RECENT = 0.25  # weight of the last step in a request's own estimate: its text turns from easy to hard within some ten tokens
+RECENT = 0.1  # weight of the last step in a request's own estimate (the best of those tried on recorded steps, by little: bench/NOTES.md)
 LASTING = 0.02  # and in the estimate that all requests share, which new ones start from
 TRUST_STEPS = 2.0  # drafts for which the drafter's confidence is taken at its word before outcomes correct it
 TRUST_DECAY = 0.99

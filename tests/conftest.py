@@ -4,6 +4,7 @@ import os
 import random
 import zlib
 from collections.abc import Iterator
+from pathlib import Path
 
 # Triton decides at import: here its kernels are interpreted. On a machine with a GPU, TRITON_INTERPRET=0 runs them for real, and then test_triton_* make their tensors there.
 os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -51,6 +52,17 @@ def seed_from_name(request: pytest.FixtureRequest) -> None:
     random.seed(seed)
     numpy.random.seed(seed)
     torch.manual_seed(seed)
+
+
+@pytest.fixture(scope="session")
+def profiles(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("profiles")
+
+
+@pytest.fixture(autouse=True)
+def profiles_of_tests(profiles: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What steps of tiny models cost is measured once per run, and kept apart from the profiles of real ones."""
+    monkeypatch.setattr("eagle_engine.cost_profile.cache_directory", lambda: profiles)
 
 
 @pytest.fixture(autouse=True)

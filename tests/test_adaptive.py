@@ -265,24 +265,46 @@ def test_a_long_context_counts():
 # The profile
 
 
-def test_costs_are_medians_of_turns():
-    calls, clock = [], {0: 1.0, 1: 5.0}
-    now = [0.0]
+def measured_with(seconds, shapes=SHAPES[:2], batches=(1, 2)) -> tuple[CostProfile, list, list]:
+    """A profile where step number `call` of (batch, shape, context) takes seconds(call, batch, shape, context); the calls, and what was prepared."""
+    calls, prepared, now = [], [], [0.0]
 
     def step(batch: int, shape: int) -> None:
         calls.append((batch, shape))
-        now[0] += clock[shape] * batch
+        now[0] += seconds(len(calls), batch, shape, prepared[-1][1])
 
-    monkey = pytest.MonkeyPatch()
-    monkey.setattr("eagle_engine.cost_profile.time.perf_counter", lambda: now[0])
-    prepared = []
-    try:
-        profile = measure_profile(lambda batch, context: prepared.append((batch, context)), step, SHAPES[:2], [1, 2], 1024)
-    finally:
-        monkey.undo()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("eagle_engine.cost_profile.time.perf_counter", lambda: now[0])
+        profile = measure_profile(lambda batch, context: prepared.append((batch, context)), step, shapes, batches, 1024)
+    return profile, calls, prepared
+
+
+def test_costs_are_measured_in_turns_and_the_least_disturbed_counts():
+    clock = {0: 1.0, 1: 5.0}
+    profile, calls, prepared = measured_with(lambda call, batch, shape, context: clock[shape] * batch * (1 + (call % 5 > 0)) + (context - 64) * 0.01)
     assert profile.base == [[1.0, 2.0], [5.0, 10.0]]
+    assert profile.per_row == pytest.approx([0.01, 0.01])
     assert prepared == [(1, 64), (2, 64), (1, 64), (1, 1024)]
-    assert calls[:4] == [(1, 0), (1, 1), (1, 0), (1, 1)]  # in turns
+    assert calls[:4] == [(1, 0), (1, 1), (1, 0), (1, 1)]
+
+
+def test_no_step_costs_more_than_a_larger_one_took():
+    """A disturbance of all rounds of one measurement does not stand against what larger trees and batches took."""
+    cost = {shape: 1.0 + 0.1 * shape.num_nodes + 0.2 * shape.max_depth for shape in SHAPES}
+    disturbed = {(1, 0): 9.0, (2, 4): 3.0}
+    profile, *_ = measured_with(lambda call, batch, shape, context: disturbed.get((batch, shape), 1.0) * cost[SHAPES[shape]] * (1 + 0.3 * batch), SHAPES, (1, 2, 4))
+    for i, shape in enumerate(SHAPES):
+        for j, batch in enumerate((1, 2, 4)):
+            larger = [profile.base[k][m] for k, other in enumerate(SHAPES) for m in range(j, 3) if other.max_depth >= shape.max_depth and other.num_nodes >= shape.num_nodes]
+            assert profile.base[i][j] <= min(larger)
+            if (batch, i) not in disturbed:
+                assert profile.base[i][j] == pytest.approx(cost[shape] * (1 + 0.3 * batch))
+
+
+def test_a_profile_of_other_trees_is_refused():
+    target = tiny_target("llama")
+    with pytest.raises(EagleError, match="profile: it is of other trees"):
+        make_engine(target, random_drafter(target), tree="adaptive", profile=made_up_profile(EagleConfig(tree="adaptive", max_depth=2)))
 
 
 def test_a_profile_survives_its_file_and_a_damaged_one_is_told(tmp_path):
@@ -307,7 +329,7 @@ def test_tuning_measures_leaves_no_trace_and_is_kept(tmp_path, monkeypatch):
     assert all(seconds > 0 for row in profile.base for seconds in row) and profile.batches == [1, 2]
     assert engine.pages.num_held == 0 and not engine.state.active.any()
     assert engine.generate([prompt], params)[0].token_ids == expected
-    assert engine._profile() == profile  # from its file
+    assert engine._profile(progress=False) == profile  # from its file
     engine.add_request(prompt, params)
     with pytest.raises(EagleError, match="while it answers"):
         engine.tune()

@@ -140,7 +140,7 @@ def test_bench_one_category_is_no_table_and_a_failed_one_is_left_out(run, prompt
 
 
 def test_bench_calibration(run, categories, tmp_path):
-    options = ("--prompts", categories, "--max-new-tokens", 12, "--batch-size", 2, "--temperature", 1, "--tree-top-k", 4, "--max-depth", 3, "--num-nodes", 16)
+    options = ("--prompts", categories, "--max-new-tokens", 12, "--batch-size", 2, "--temperature", 1, "--tree", "dynamic", "--tree-top-k", 4, "--max-depth", 3, "--num-nodes", 16)
     plain = json.loads(run("bench", *options, "--json")[1])
     assert "calibration" not in plain
     status, out, _ = run("bench", *options, "--calibration", "--json")

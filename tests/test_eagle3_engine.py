@@ -182,4 +182,4 @@ def test_memory_counts_the_drafters_own_head():
     drafter = random_eagle3(target)
     weights = [tensor for name, tensor in random_tensors(eagle3_config(target)).items() if tensor.dim() == 2 and name != "lm_head.weight"]
     padded_head = 64 * 48 * 4  # 57 rows in panels of 16
-    assert Engine(target, drafter, None, EagleConfig(max_model_len=100), eos_token_ids=()).memory_bytes["drafter"] == pytest.approx(sum(tensor.numel() for tensor in weights) * 4 + padded_head, rel=0.02)
+    assert Engine(target, drafter, None, EagleConfig(tree="dynamic", max_model_len=100), eos_token_ids=()).memory_bytes["drafter"] == pytest.approx(sum(tensor.numel() for tensor in weights) * 4 + padded_head, rel=0.02)

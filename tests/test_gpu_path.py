@@ -58,7 +58,7 @@ def rows_target(case: str, **options) -> TargetModel:
 
 
 def make(target: TargetModel, drafter, **options) -> Engine:
-    return Engine(target, drafter, None, EagleConfig(max_model_len=320, page_size=16, max_batch_size=2, enforce_eager=True, deterministic=True, **options), eos_token_ids=())
+    return Engine(target, drafter, None, EagleConfig(tree="dynamic", max_model_len=320, page_size=16, max_batch_size=2, enforce_eager=True, deterministic=True, **options), eos_token_ids=())
 
 
 def steps_with_logits(engine: Engine, prompt: list[int], params: SamplingParams) -> tuple[list[int], dict[int, torch.Tensor], float]:

@@ -58,7 +58,7 @@ class CountingGraphs:
 
 def graphed(target, drafter, **options) -> tuple[Engine, CountingGraphs]:
     api = CountingGraphs()
-    config = EagleConfig(**(dict(max_model_len=160, page_size=8, max_batch_size=4) | options))
+    config = EagleConfig(**(dict(tree="dynamic", max_model_len=160, page_size=8, max_batch_size=4) | options))
     return Engine(target, drafter, None, config, eos_token_ids=(), graph_api=api), api
 
 
@@ -250,7 +250,7 @@ def engine_without_data(tree: dict, draft_vocab: int | None = None, drafter: dic
         drafter_config = parse_drafter_config(drafter_of)
         tensors = {name: torch.empty(shape, dtype={"d2t": torch.int64, "t2d": torch.bool}.get(name)) for name, shape in drafter_config.expected_tensors().items()}
         drafter = Drafter(drafter_config, tensors, target, max_positions=512, draft_vocab=None if draft_vocab is None else torch.arange(draft_vocab))
-    return Engine(target, drafter, None, EagleConfig(max_model_len=160, page_size=8, enforce_eager=True, **(tree or {}), **options), eos_token_ids=())
+    return Engine(target, drafter, None, EagleConfig(max_model_len=160, page_size=8, enforce_eager=True, **(dict(tree="dynamic") | (tree or {})), **options), eos_token_ids=())
 
 
 CONFIG = tiny_target("llama").config

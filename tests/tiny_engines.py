@@ -159,7 +159,7 @@ def bigram_drafter(target: TargetModel, texts: list[list[int]], drafter: Drafter
 
 
 def make_engine(target: TargetModel, drafter, tokenizer=None, *, eos: tuple[int, ...] = (), profile: CostProfile | None = None, graph_api=None, **options) -> Engine:
-    config = EagleConfig(**({"max_model_len": 200, "max_batch_size": 4, "page_size": 4} | options))
+    config = EagleConfig(**({"tree": "dynamic", "max_model_len": 200, "max_batch_size": 4, "page_size": 4} | options))
     return Engine(target, drafter, tokenizer, config, eos_token_ids=eos, graph_api=graph_api, profile=profile or made_up_profile(config))
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import UnionType
 from typing import get_args, get_origin, get_type_hints
 
-from eagle_engine.config import ACCEPTANCE_RULES, DEFAULT_SIZES, TREES, EagleConfig
+from eagle_engine.config import ACCEPTANCE_RULES, ADAPTIVE_SIZE, FIXED_SIZE, TREES, EagleConfig
 from eagle_engine.drafter_config import LAYER_ID_CONVENTIONS
 from eagle_engine.errors import EagleError
 from eagle_engine.evaluation import SUITES
@@ -106,7 +106,7 @@ def build_parser() -> argparse.ArgumentParser:
     sub.add_argument("--text", action="store_true", help="print text too when --out is given")
     _prompt_form(sub)
     _models(sub, batch=None)
-    _tree(sub)
+    _tree(sub, default="dynamic")  # an adaptive one may be plain decoding, which shows nothing
     _sampling(sub, max_tokens=64, seed="0")
 
     sub = command(
@@ -199,12 +199,12 @@ def _layer_ids(group) -> None:
     group.add_argument("--draft-layer-ids", choices=LAYER_ID_CONVENTIONS, help=text)
 
 
-def _tree(sub: argparse.ArgumentParser) -> None:
+def _tree(sub: argparse.ArgumentParser, default: str = DEFAULTS.tree) -> None:
     group = sub.add_argument_group("draft tree")
-    group.add_argument("--tree", choices=TREES, default=DEFAULTS.tree, help="dynamic: shaped by the drafter's confidence (EAGLE-2); adaptive: also sized, step by step, by what pays; static: a fixed shape (EAGLE-1); chain (default: %(default)s)")
-    group.add_argument("--tree-top-k", type=int, metavar="N", help=f"dynamic tree: continuations of a node, and nodes expanded per level; adaptive: the most (default: {DEFAULTS.top_k}; adaptive: {DEFAULT_SIZES['adaptive']['top_k']})")
-    group.add_argument("--max-depth", type=int, metavar="N", help=f"dynamic tree and chain: greatest depth of a node; adaptive: the most (default: {DEFAULTS.max_depth}; adaptive: {DEFAULT_SIZES['adaptive']['max_depth']})")
-    group.add_argument("--num-nodes", type=int, metavar="N", help=f"dynamic tree: nodes, the root included; adaptive: the most (default: {DEFAULTS.num_nodes}; adaptive: {DEFAULT_SIZES['adaptive']['num_nodes']})")
+    group.add_argument("--tree", choices=TREES, default=default, help="adaptive: shaped by the drafter's confidence (EAGLE-2), and sized step by step by what pays; dynamic: of one size; static: a fixed shape (EAGLE-1); chain (default: %(default)s)")
+    group.add_argument("--tree-top-k", type=int, metavar="N", help=f"adaptive and dynamic tree: continuations of a node, and nodes expanded per level (default: {DEFAULTS.top_k}; dynamic: {FIXED_SIZE['top_k']})")
+    group.add_argument("--max-depth", type=int, metavar="N", help=f"greatest depth of a node (default: {DEFAULTS.max_depth}; dynamic: {FIXED_SIZE['max_depth']})")
+    group.add_argument("--num-nodes", type=int, metavar="N", help=f"nodes of a dynamic tree, most nodes of an adaptive one, the root included (default: {DEFAULTS.num_nodes}; dynamic: {FIXED_SIZE['num_nodes']})")
     group.add_argument("--choices", metavar="FILE", help="static tree: JSON list of paths of ranks, such as [[0], [1], [0, 0]] (default: a small built-in tree)")
     rule = "exact: the tokens of plain decoding; rejection: its distribution, for chains and static trees (default: %(default)s)"
     group.add_argument("--acceptance", choices=ACCEPTANCE_RULES, default=DEFAULTS.acceptance, help=rule)
@@ -212,7 +212,7 @@ def _tree(sub: argparse.ArgumentParser) -> None:
 
 def _adaptive_tree(sub: argparse.ArgumentParser) -> None:
     """Sizes alone, for commands about adaptive trees."""
-    group, size = sub.add_argument_group("adaptive tree"), DEFAULT_SIZES["adaptive"]
+    group, size = sub.add_argument_group("adaptive tree"), ADAPTIVE_SIZE
     group.add_argument("--tree-top-k", type=int, metavar="N", help=f"continuations of a node, and nodes expanded per level (default: {size['top_k']})")
     group.add_argument("--max-depth", type=int, metavar="N", help=f"greatest depth of a node (default: {size['max_depth']})")
     group.add_argument("--num-nodes", type=int, metavar="N", help=f"most nodes, the root included (default: {size['num_nodes']})")
