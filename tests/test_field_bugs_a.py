@@ -4,17 +4,15 @@ import time
 
 import pytest
 import torch
-from eagle_engine import EagleConfig, Engine, SamplingParams
-from eagle_engine.cost_profile import CostProfile
+from eagle_engine import EagleConfig, SamplingParams
 from eagle_engine.drafter import Drafter
 from eagle_engine.drafter_format import parse_drafter_config
-from eagle_engine.tree_shape import tree_shapes
 from eagle_kernels import DraftPool, accept, accept_rejection, pack_weight, rerank, sample, unpack_weight
 from helpers import depths
 from plain_drafts import BUSHY, CONFIGS, FEW, PlainDrafts, TreeRecorder, check_shape, check_trees, drafted_plainly, few_tokens
 from test_sample import LEVEL, chi_square_pvalue, neutral
 from test_step_graphs import graphed
-from tiny_engines import TREES, KnowingDrafter, bigram_drafter, drafter_config, make_drafter, make_engine, oracle_drafter, plain_tokens, random_drafter, random_tensors, tiny_target
+from tiny_engines import TREES, KnowingDrafter, bigram_drafter, drafter_config, made_up_profile, make_drafter, make_engine, oracle_drafter, plain_tokens, random_drafter, random_tensors, tiny_target
 from tiny_targets import VOCAB_SIZE, hf_logits, random_tokens, tiny_model
 
 GREEDY = dict(temperature=0.0)
@@ -128,12 +126,10 @@ def test_a12_a_tree_is_no_larger_than_pays_on_the_device():
     drafter = oracle_drafter(target, text)
     nodes = []
     for row_seconds in (0.0, 0.1, 1.0):
-        shapes = tree_shapes(EagleConfig(**options))
-        profile = CostProfile([[shape.max_depth, shape.num_nodes] for shape in shapes], [1, 4], [[1.0 + row_seconds * (shape.num_nodes - 1)] * 2 for shape in shapes], [0.0] * len(shapes), 64)
-        engine = Engine(target, drafter, None, EagleConfig(max_model_len=200, page_size=4, **options), eos_token_ids=(), profile=profile)
+        engine = make_engine(target, drafter, profile=made_up_profile(EagleConfig(**options), node=row_seconds, level=0.0), **options)
         assert prompt + engine.generate(prompt, params)[0].token_ids == text
         steps = engine.sizes.num_steps
-        nodes.append(sum(shapes[i].num_nodes * count for i, count in steps.items()) / sum(steps.values()))
+        nodes.append(sum(engine.shapes[i].num_nodes * count for i, count in steps.items()) / sum(steps.values()))
     assert nodes[0] > 10 and 3 < nodes[1] < 7 and nodes[2] < 2, nodes
 
 

@@ -44,7 +44,7 @@ def test_a02_a_models_own_generation_settings_do_not_slip_into_the_comparison(tm
 
     pair, prompt = make_pair(tmp_path, "qwen2"), random_tokens(200, 9)
     (pair.target / "generation_config.json").write_text(json.dumps(dict(repetition_penalty=1.6, do_sample=False, eos_token_id=None, pad_token_id=0)))
-    engine = Engine.from_pretrained(pair.target, pair.draft, dtype="float32", progress=False)
+    engine = Engine.from_pretrained(pair.target, pair.draft, dtype="float32", progress=False, tree="dynamic")
     output = engine.generate(prompt, SamplingParams(**GREEDY, max_tokens=20, ignore_eos=True))[0]
     expected = greedy_of_transformers(tiny_model("qwen2"), prompt, 20)
     assert output.token_ids == answer(load_model(open_checkpoint(pair.target), torch.float32), prompt, 20) == expected
@@ -59,7 +59,7 @@ def test_a08_a_half_precision_checkpoint_is_never_computed_in_half_precision_her
     save_file(tensors, file, metadata={"format": "pt"})
     config = json.loads((pair.target / "config.json").read_text())
     (pair.target / "config.json").write_text(json.dumps(config | {"dtype": "float16"}))
-    engine = Engine.from_pretrained(pair.target, pair.draft, progress=False)
+    engine = Engine.from_pretrained(pair.target, pair.draft, progress=False, tree="dynamic")
     target, prompt = engine.models.target, random_tokens(201, 12)
     assert (open_checkpoint(pair.target).config.dtype, target.dtype) == ("float16", torch.bfloat16)
     with torch.inference_mode():

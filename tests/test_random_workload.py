@@ -6,17 +6,15 @@ from functools import cache
 
 import pytest
 import torch
-from eagle_engine import EagleConfig, EagleError, Engine, RequestOutput, SamplingParams, StructuredOutputs
-from eagle_engine.cost_profile import CostProfile
+from eagle_engine import EagleError, Engine, RequestOutput, SamplingParams, StructuredOutputs
 from eagle_engine.observation import ObservedTree
 from eagle_engine.tokenizer import Tokenizer
-from eagle_engine.tree_shape import tree_shapes
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
 from plain_drafts import CONFIGS, FEW, TreeRecorder
 from test_step_graphs import CountingGraphs
-from tiny_engines import make_drafter, oracle_drafter, random_drafter, tiny_target
+from tiny_engines import make_drafter, make_engine, oracle_drafter, random_drafter, tiny_target
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 
@@ -54,21 +52,16 @@ def drafter_of(kind: str):
 
 
 def make(tree: str, drafter: str, captured: bool, num_pages: int, max_batch: int) -> Engine:
-    config = EagleConfig(max_model_len=LONGEST, page_size=4, num_pages=num_pages, max_batch_size=max_batch, prefill_chunk=3, **TREES[tree])
-    profile = None
-    if tree == "adaptive":
-        shapes = tree_shapes(config)
-        # Rows that cost a tenth of a step: all of plain decoding, small and large trees come up.
-        profile = CostProfile([[shape.max_depth, shape.num_nodes] for shape in shapes], [1, 4], [[1.0 + 0.1 * shape.num_nodes] * 2 for shape in shapes], [0.0] * len(shapes), 64)
-    drafts = None if tree == "plain" else drafter_of(drafter)
-    return Engine(tiny_target("llama", **FEW), drafts, letters(), config, eos_token_ids=(EOS,), graph_api=CountingGraphs() if captured else None, profile=profile)
+    drafts, graphs = None if tree == "plain" else drafter_of(drafter), CountingGraphs() if captured else None
+    options = dict(max_model_len=LONGEST, page_size=4, num_pages=num_pages, max_batch_size=max_batch, prefill_chunk=3)
+    return make_engine(tiny_target("llama", **FEW), drafts, letters(), eos=(EOS,), graph_api=graphs, **options, **TREES[tree])
 
 
 @cache
 def solo_engine(tree: str, drafter: str | None) -> Engine:
     """Room for one, eager, nothing remembered."""
-    config = EagleConfig(max_model_len=LONGEST, max_batch_size=1, enable_prefix_caching=False, **TREES[tree])
-    return Engine(tiny_target("llama", **FEW), None if drafter is None else drafter_of(drafter), letters(), config, eos_token_ids=(EOS,))
+    options = dict(max_model_len=LONGEST, max_batch_size=1, enable_prefix_caching=False)
+    return make_engine(tiny_target("llama", **FEW), None if drafter is None else drafter_of(drafter), letters(), eos=(EOS,), **options, **TREES[tree])
 
 
 _solo: dict[str, tuple[RequestOutput, list[ObservedTree]]] = {}
@@ -168,12 +161,16 @@ class Workload(RuleBasedStateMachine):
         before = data.draw(st.sampled_from(self.known[-6:]))
         return before[: data.draw(st.integers(0, min(len(before), LONGEST - 12)))] + tail
 
+    def fits(self, prompt: list[int], params: SamplingParams) -> bool:
+        """Whether the pool has the pages of its longest course."""
+        rows = len(prompt) + min(params.max_tokens, LONGEST - len(prompt)) + self.engine.scheduler._step_rows
+        return self.engine.pages.pages_for(rows) <= self.engine.pages.num_pages
+
     @rule(data=st.data(), requests=st.lists(parameters(), min_size=1, max_size=5))
     def add(self, data: st.DataObject, requests: list[SamplingParams]) -> None:
         for params in requests:
             prompt = self.draw_prompt(data)
-            rows = len(prompt) + min(params.max_tokens, LONGEST - len(prompt)) + self.engine.scheduler._step_rows
-            if self.engine.pages.pages_for(rows) > self.engine.pages.num_pages:
+            if not self.fits(prompt, params):
                 with pytest.raises(EagleError, match="pages of the KV cache"):
                     self.engine.add_request(prompt, params)
                 continue
@@ -206,14 +203,19 @@ class Workload(RuleBasedStateMachine):
         """A call that comes back with the answer; the others go on meanwhile, and their outputs come with the next step."""
         prompt = self.draw_prompt(data)
         output = self.engine.generate(prompt, params)[0]
-        if output.finish_reason == "error" and "pages of the KV cache" in (output.error or ""):
-            return
-        self.check(output, prompt, params)
+        if self.fits(prompt, params):
+            self.check(output, prompt, params)
+        else:
+            assert output.finish_reason == "error" and "pages of the KV cache" in output.error
 
     @rule(data=st.data(), pieces=st.integers(1, 4), seed=st.integers(0, 3))
     def stream_and_close(self, data: st.DataObject, pieces: int, seed: int) -> None:
         prompt, params = self.draw_prompt(data), SamplingParams(temperature=0.8, seed=seed, max_tokens=10)
         stream, seen = self.engine.stream(prompt, params), []
+        if not self.fits(prompt, params):
+            with pytest.raises(EagleError, match="pages of the KV cache"):
+                next(stream)
+            return
         for _, piece in zip(range(pieces), stream):
             seen += piece.token_ids
         stream.close()
