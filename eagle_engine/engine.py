@@ -240,13 +240,16 @@ class Engine:
             raise EagleError(f"n: a stream has one answer, got n {sampling_params.n}; use generate")
         request = self._enqueue(prompt, sampling_params, held=True)
         try:
-            while not request.finished:
-                self._advance()
+            while True:
+                if not request.finished:  # other calls may have carried it on, to its end even
+                    self._advance()
                 delta = request.delta()
                 if request.finish_reason == "error":
                     raise EagleError(request.error)
-                if delta.text or delta.token_ids or request.finished:
+                if delta.text or delta.token_ids or delta.finish_reason is not None:
                     yield delta
+                if delta.finish_reason is not None:
+                    return
         finally:
             self.abort(request.request_id)
 

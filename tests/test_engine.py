@@ -7,6 +7,7 @@ from eagle_engine.tokenizer import Tokenizer
 from eagle_kernels import pack_weight, unpack_weight
 from hypothesis import given
 from hypothesis import strategies as st
+from test_step_graphs import CountingGraphs
 from tiny_engines import TREES, bigram_drafter, drafter_config, eagle3_config, make_drafter, make_engine, oracle_drafter, plain_tokens, random_drafter, tiny_target
 from tiny_targets import VOCAB_SIZE, random_tokens
 from tokenizers import Tokenizer as Backend
@@ -326,6 +327,38 @@ def test_two_streams_at_once():
     for piece in second:
         tokens[1] += piece.token_ids
     assert tokens == expected
+
+
+@pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
+@pytest.mark.parametrize("tokens", [1, 5, 25])
+def test_a_stream_has_all_pieces_of_an_answer_that_others_have_carried_to_its_end(tokens, captured):
+    """Whoever advances the engine, step, generate or another stream, takes nothing from a stream that waits: not its tokens, not its text, not its end."""
+    params = SamplingParams(**GREEDY, max_tokens=tokens, ignore_eos=True)
+    longer = SamplingParams(**GREEDY, max_tokens=60, ignore_eos=True)
+    engine = Engine(tiny_target("llama"), None, tiny_tokenizer(), EagleConfig(max_model_len=200), graph_api=CountingGraphs() if captured else None)
+    expected = engine.generate([PROMPT], params)[0]
+    others = {"generate": lambda: engine.generate([random_tokens(71, 4)], longer), "stream": lambda: list(engine.stream(random_tokens(71, 4), longer)), "step": lambda: [engine.step() for _ in range(70)]}
+    for name, advance in others.items():
+        stream = engine.stream(PROMPT, params)
+        pieces = [next(stream)]
+        advance()
+        pieces += stream
+        assert [token for piece in pieces for token in piece.token_ids] == expected.token_ids, name
+        assert "".join(piece.text for piece in pieces) == expected.text, name
+        assert [piece.finish_reason for piece in pieces[:-1]] == [None] * (len(pieces) - 1) and pieces[-1].finish_reason == "length", name
+
+
+def test_a_stream_says_what_went_wrong_while_others_ran():
+    """The logits become unusable in a step that somebody else runs."""
+    target = tiny_target("llama")
+    engine = make_engine(target, None)
+    stream = engine.stream(PROMPT, SamplingParams(**GREEDY, max_tokens=50))
+    next(stream)
+    with torch.inference_mode():
+        engine.state.target_cache[:] = float("nan")
+    engine.step()
+    with pytest.raises(EagleError, match="not usable"):
+        list(stream)
 
 
 def test_requests_of_the_caller_survive_generate_and_stream():
