@@ -202,20 +202,26 @@ class Engine:
 
         A prompt that cannot be served gives an output with finish_reason "error" and its `error`; the others go on.
         """
+        if not isinstance(prompts, (str, list, tuple)):
+            raise EagleError(f"prompts: expected texts or lists of token ids, one or several, got {type(prompts).__name__}")
         prompts = [prompts] if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)) else list(prompts)
-        params = sampling_params if isinstance(sampling_params, list) else [sampling_params or SamplingParams()] * len(prompts)
+        params = sampling_params if isinstance(sampling_params, list) else [SamplingParams() if sampling_params is None else sampling_params] * len(prompts)
         if len(params) != len(prompts):
             raise EagleError(f"sampling_params: expected one, or {len(prompts)} for as many prompts, got {len(params)}")
+        for param in params:
+            _check_params(param)
         requests: list[Request | RequestOutput] = []
-        for prompt, param in zip(prompts, params):
+        mine: list[Request] = []
+        with tqdm(total=sum(param.n for param in params), desc="generating", unit="answer", disable=not progress, leave=False) as bar:
             try:
-                requests.append(self._enqueue(prompt, param, held=True))
-            except EagleError as error:
-                text, ids = (prompt, []) if isinstance(prompt, str) else (None, list(prompt))
-                requests.append(RequestOutput(self._next_request_id(), text, ids, [CompletionOutput(0, "", [], "error", error=str(error))]))
-        mine = [answer for request in requests if isinstance(request, Request) for answer in request.answers]
-        with tqdm(total=len(mine), desc="generating", unit="prompt", disable=not progress, leave=False) as bar:
-            try:
+                for prompt, param in zip(prompts, params):
+                    try:
+                        requests.append(self._enqueue(prompt, param, held=True))
+                        mine += requests[-1].answers
+                    except EagleError as error:
+                        ids = list(prompt) if isinstance(prompt, (list, tuple)) else []
+                        requests.append(RequestOutput(self._next_request_id(), prompt if isinstance(prompt, str) else None, ids, [CompletionOutput(0, "", [], "error", error=str(error))]))
+                        bar.total -= param.n
                 while not all(request.finished for request in mine):
                     self._advance()
                     bar.update(sum(request.finished for request in mine) - bar.n)
@@ -235,7 +241,8 @@ class Engine:
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[TextDelta]:
         """The answer in pieces, as each step emits them; joined, their texts are the text of `generate`. Closing the iterator ends the request."""
-        sampling_params = sampling_params or SamplingParams()
+        sampling_params = SamplingParams() if sampling_params is None else sampling_params
+        _check_params(sampling_params)
         if sampling_params.n > 1:
             raise EagleError(f"n: a stream has one answer, got n {sampling_params.n}; use generate")
         request = self._enqueue(prompt, sampling_params, held=True)
@@ -347,14 +354,17 @@ class Engine:
 
     def _enqueue(self, prompt: Prompt, sampling_params: SamplingParams, held: bool) -> Request:
         """The first of its answers. held: whoever queued the request keeps it and reads its output there, instead of from `step`."""
+        _check_params(sampling_params)
+        if not isinstance(prompt, (str, list, tuple)):
+            raise EagleError(f"prompt: expected a text or a list of token ids, got {type(prompt).__name__}")
         text = prompt if isinstance(prompt, str) else None
         ids = self._need_tokenizer().encode(prompt) if isinstance(prompt, str) else list(prompt)
         if not ids:
             raise EagleError("the prompt is empty: expected at least one token")
         vocab_size = self.models.target.config.vocab_size
-        bad = next((i for i in ids if isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < vocab_size), None)
-        if bad is not None:
-            raise EagleError(f"the prompt holds {bad!r}: expected token ids from 0 to {vocab_size - 1}")
+        bad = [i for i in ids if isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < vocab_size]
+        if bad:
+            raise EagleError(f"the prompt holds {bad[0]!r}: expected token ids from 0 to {vocab_size - 1}")
         if sampling_params.stop_strings and self.tokenizer is None:
             raise EagleError("stop strings need a tokenizer, and this engine has none")
         room = self.max_model_len - len(ids)
@@ -433,3 +443,8 @@ class Engine:
     def _next_request_id(self) -> int:
         self._next_id += 1
         return self._next_id - 1
+
+
+def _check_params(sampling_params: SamplingParams) -> None:
+    if not isinstance(sampling_params, SamplingParams):
+        raise EagleError(f"sampling_params: expected SamplingParams, got {type(sampling_params).__name__}")

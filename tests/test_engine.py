@@ -230,7 +230,7 @@ def test_bad_prompts_end_alone():
         (dict(temperature=-1), "temperature"), (dict(temperature=float("nan")), "temperature"), (dict(temperature=1e-9), "temperature"), (dict(temperature="hot"), "temperature"),
         (dict(top_p=0.0), "top_p"), (dict(top_p=1.5), "top_p"), (dict(min_p=-0.1), "min_p"), (dict(min_p=2), "min_p"), (dict(top_k=-2), "top_k"), (dict(top_k=1.5), "top_k"),
         (dict(max_tokens=0), "max_tokens"), (dict(max_tokens=True), "max_tokens"), (dict(stop=""), "stop"), (dict(stop=["a", ""]), "stop"), (dict(stop_token_ids=[-1]), "stop_token_ids"),
-        (dict(seed=2**63), "seed"), (dict(seed="x"), "seed"),
+        (dict(seed=2**63), "seed"), (dict(seed="x"), "seed"), (dict(stop=5), "stop: expected a list"), (dict(stop_token_ids=5), "stop_token_ids: expected a list"), (dict(bad_words=5), "bad_words: expected a list"),
     ],
 )  # fmt: skip
 def test_bad_sampling_values_are_named(options, message):
@@ -266,6 +266,58 @@ def test_unknown_options_are_named():
 def test_published_settings_are_converted_once():
     config = EagleConfig.from_published(total_token=60, depth=5, top_k=10)
     assert (config.num_nodes, config.max_depth, config.top_k) == (60, 6, 10)
+
+
+def test_no_list_is_an_empty_list():
+    """As it is for vLLM."""
+    assert SamplingParams(stop=None, stop_token_ids=None, bad_words=None) == SamplingParams()
+
+
+BAD_PROMPTS = {
+    "none": (None, "expected a text or a list of token ids, got NoneType"), "number": (5, "got int"), "tensor": (torch.tensor([1, 2]), "got Tensor"), "bytes": (b"ab", "got bytes"), "empty": ([], "is empty"),
+    "none-in-a-list": ([3, None], "holds None"), "false-in-a-list": ([3, False], "holds False"), "float-in-a-list": ([3, 1.0], "holds 1.0"), "beyond": ([3, VOCAB_SIZE], f"holds {VOCAB_SIZE}"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("prompt, message", BAD_PROMPTS.values(), ids=BAD_PROMPTS)
+def test_a_bad_prompt_is_refused_before_it_starts_and_alone(prompt, message):
+    engine = make_engine(tiny_target("llama"), random_drafter(tiny_target("llama")))
+    params = SamplingParams(**GREEDY, max_tokens=5)
+    other = engine.add_request(PROMPT, params)
+    with pytest.raises(EagleError, match=message):
+        engine.add_request(prompt, params)
+    with pytest.raises(EagleError, match=message):
+        next(engine.stream(prompt, params))
+    outputs = engine.generate([PROMPT, prompt, PROMPT], params)
+    assert [output.finish_reason for output in outputs] == ["length", "error", "length"] and message in outputs[1].error
+    assert outputs[0].token_ids == outputs[2].token_ids == plain_tokens(tiny_target("llama"), PROMPT, params)
+    assert [output.request_id for output in engine.step()] == [other]
+    assert not engine.has_unfinished() and engine.pages.num_held == 0
+
+
+@pytest.mark.parametrize("params", [dict(max_tokens=3), 5, [SamplingParams(max_tokens=3), None]], ids=["dict", "number", "none-in-a-list"])
+def test_what_are_no_sampling_parameters_is_said_before_anything_starts(params):
+    engine = make_engine(tiny_target("llama"), None)
+    for call in (lambda: engine.generate([PROMPT] * 2, params), lambda: engine.add_request(PROMPT, params), lambda: next(engine.stream(PROMPT, params))):
+        with pytest.raises(EagleError, match="sampling_params: expected SamplingParams, got"):
+            call()
+        assert not engine.has_unfinished()
+
+
+@pytest.mark.parametrize("prompts", [None, 5, torch.tensor([1, 2]), dict(prompt="a")], ids=lambda prompts: type(prompts).__name__)
+def test_what_are_no_prompts_is_said(prompts):
+    with pytest.raises(EagleError, match="prompts: expected texts or lists of token ids"):
+        make_engine(tiny_target("llama"), None).generate(prompts)
+
+
+def test_nothing_stays_behind_when_a_request_cannot_be_queued(monkeypatch):
+    """Whatever goes wrong with one prompt, the others of the call do not go on without their caller."""
+    engine = make_engine(tiny_target("llama"), None, tiny_tokenizer())
+    encode = Tokenizer.encode
+    monkeypatch.setattr(Tokenizer, "encode", lambda self, text, **options: 1 // 0 if text == "." else encode(self, text, **options))
+    with pytest.raises(ZeroDivisionError):
+        engine.generate([PROMPT, "."], SamplingParams(max_tokens=3))
+    assert not engine.has_unfinished()
 
 
 def test_requests_wait_for_pages_and_give_them_back():
