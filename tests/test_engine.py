@@ -3,6 +3,7 @@
 import pytest
 import torch
 from eagle_engine import EagleConfig, EagleError, Engine, SamplingParams
+from eagle_engine.request import Request
 from eagle_engine.tokenizer import Tokenizer
 from eagle_kernels import pack_weight, unpack_weight
 from hypothesis import given
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from test_step_graphs import CountingGraphs
 from tiny_engines import TREES, bigram_drafter, drafter_config, eagle3_config, make_drafter, make_engine, oracle_drafter, plain_tokens, random_drafter, tiny_target
 from tiny_targets import VOCAB_SIZE, random_tokens
+from tiny_tokenizers import byte_fallback_tokenizer
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 
@@ -365,6 +367,41 @@ def test_a_closed_stream_frees_its_pages():
     next(stream)
     stream.close()
     assert not engine.has_unfinished() and engine.pages.num_free == engine.pages.num_pages
+
+
+BYTES = {
+    "stray": (["<0x0A>", "<0x80>", "▁the", "▁the"], "\n\ufffd the the"),
+    "two-halves": (["▁the", "<0x0A>", "<0x22>", "<0xC3>", "<0xC3>", "▁the", "b", "<0x0A>"], 'the\n"\ufffd\ufffd theb\n'),
+    "twice": (["<0x0A>", "<0xE2>", "a", "<0x22>", "<0xFF>", "<0x22>", "b"], '\n\ufffda"\ufffd\ufffdb'),
+    "a-character": (["<0x0A>", "<0xC3>", "<0xA9>", "▁the"], "\n\u00e9 the"),
+}
+
+
+@pytest.mark.parametrize("pieces, text", BYTES.values(), ids=BYTES)
+def test_bytes_that_are_no_character_are_decoded(pieces, text):
+    """A byte that fits nowhere changes how those before it are decoded, which have been told: they stand, and what follows is as the tokenizer has it."""
+    tokenizer = byte_fallback_tokenizer()
+    tokens = [tokenizer.backend.token_to_id(piece) for piece in pieces]
+    request = Request(0, None, [1], SamplingParams(max_tokens=100), 0, limit=len(tokens), tokenizer=tokenizer, eos_token_ids=frozenset())
+    told = ""
+    for token in tokens:
+        request.append([token])
+        told += request.delta().text
+    assert (told, request.text(), request.finish_reason) == (text, text, "length")
+
+
+def test_no_token_ends_the_requests_of_others():
+    """Tokens at random, bytes of no character among them: every answer comes, with the text that was streamed."""
+    tokenizer, target = byte_fallback_tokenizer(), tiny_target("llama")
+    odd = range(3, 13)
+    params = [SamplingParams(temperature=5.0, seed=seed, max_tokens=40, ignore_eos=True, logit_bias=dict.fromkeys(odd, 4.0)) for seed in range(6)]
+    engine = make_engine(target, random_drafter(target), tokenizer)
+    outputs = engine.generate([PROMPT] * 6, params)
+    assert all(any(a in odd and b in odd for a, b in zip(output.token_ids, output.token_ids[1:])) for output in outputs)
+    for output, param in zip(outputs, params):
+        assert len(output.token_ids) == 40
+        plain = make_engine(target, None, tokenizer)
+        assert output.text == plain.generate([PROMPT], param)[0].text == "".join(piece.text for piece in plain.stream(PROMPT, param))
 
 
 def test_two_streams_at_once():
