@@ -14,7 +14,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from eagle_engine.config import EagleConfig
-from eagle_engine.cost_profile import LONG, SHORT, CostProfile, load_profile, measure_profile, profile_file, save_profile
+from eagle_engine.cost_profile import LONG, SHORT, UNMEASURED, CostProfile, load_profile, measure_profile, profile_file, save_profile
 from eagle_engine.cuda_limits import check_device, check_limits
 from eagle_engine.drafter import Drafter
 from eagle_engine.errors import EagleError
@@ -111,6 +111,10 @@ class Engine:
             self.models = self.models._replace(graphs=VerifyGraphs(target, self.models.captured_layers, self.state))
         self._grammars = Grammars(tokenizer, target.config.vocab_size, self.eos_token_ids)
         self._behind, self._pending = 0, 1  # pairs that the drafter has missed, and that wait for it, of any running request: at most
+        if sizes and profile not in (None, UNMEASURED):
+            if not isinstance(profile, CostProfile):
+                raise EagleError(f"profile: expected a CostProfile, got {type(profile).__name__}")
+            profile.check_shapes(self.shapes)
         self.sizes = TreeSizes(self.shapes, profile or self._profile()) if sizes else None
         self._observer: Observer | None = None
         self._undelivered: list[RequestOutput] = []
@@ -396,11 +400,11 @@ class Engine:
     def tune(self, progress: Callable[[str], None] = lambda _: None) -> CostProfile:
         """Measure what a step costs for each tree that this engine may grow, and keep it for the next engine of these models on this machine. EagleError unless the tree is adaptive and nothing is running."""
         if len(self.shapes) == 1:
-            raise EagleError('nothing to tune: the tree has one size; use tree "adaptive" (--tree adaptive)')
+            raise EagleError('nothing to tune: the tree has one size; use tree "adaptive" (--tree adaptive) and 2 nodes or more (--num-nodes)')
         if not self.scheduler.is_empty:
             raise EagleError("the engine cannot be tuned while it answers requests")
         self._settle()
-        context = min(LONG, self.max_model_len)
+        context = self._profiled_rows
         pages = self.pages.take(min(self.pages.num_free, max(self.pages.pages_for(SHORT + self._step_rows) * self.config.max_batch_size, self.pages.pages_for(context + self._step_rows))))
         for cache in (self.state.target_cache, self.state.draft_cache):
             cache[:, :, pages] = 0  # memory that was never written would be read faster
@@ -424,13 +428,23 @@ class Engine:
         for slot in range(self.config.max_batch_size):
             self.state.clear(slot)
         self.pages.give_back(pages)
-        save_profile(profile_file(self.models, self.shapes, self.config.max_batch_size, self.captures_steps), profile)
+        save_profile(self.profile_file, profile)
         self.sizes = TreeSizes(self.shapes, profile)
         return profile
 
+    @property
+    def profile_file(self) -> Path:
+        """Where what `tune` measures is kept."""
+        return profile_file(self.models, self.shapes, self.config.max_batch_size, self._profiled_rows, self.captures_steps)
+
+    @property
+    def _profiled_rows(self) -> int:
+        """The longest context that is measured."""
+        return min(LONG, self.max_model_len)
+
     def _profile(self) -> CostProfile:
         """As it was measured before, or now."""
-        return load_profile(profile_file(self.models, self.shapes, self.config.max_batch_size, self.captures_steps)) or self.tune()
+        return load_profile(self.profile_file) or self.tune()
 
     def _run_dummies(self, batch: int, shape: int) -> None:
         run_step(self._models_of(shape), self.state, batch, PhaseTimer())

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from tqdm import tqdm
 
 from eagle_engine.cli.common import describe_models, load_engine, note, print_json, shape_name, show_progress
-from eagle_engine.cost_profile import SHORT, UNMEASURED, CostProfile, load_profile, profile_file
+from eagle_engine.cost_profile import SHORT, UNMEASURED, CostProfile, load_profile
 from eagle_engine.errors import EagleError
 from eagle_engine.graphs import batch_buckets
 
@@ -26,7 +26,7 @@ def run(args: argparse.Namespace) -> int:
             bar.update()
 
         profile = engine.tune(begin)
-    file = profile_file(engine.models, engine.shapes, args.batch_size, engine.captures_steps)
+    file = engine.profile_file
     kept = file.is_file() and load_profile(file) == profile  # else a warning has said why
     ratios = over_plain(profile)
     if args.json:
