@@ -67,6 +67,7 @@ class Request:
     def __post_init__(self) -> None:
         self._stream = DecodeStream(skip_special_tokens=self.params.skip_special_tokens)
         self._text = ""  # decoded so far, a character that is not complete yet left out
+        self._num_decoded = 0  # tokens that it is the text of
         self._cut: int | None = None
         self._streamed = 0
         self._num_received = 0
@@ -152,7 +153,7 @@ class Request:
             self.finish("stop", stop_reason=token)
             return
         if self.tokenizer is not None:
-            piece = self._stream.step(self.tokenizer.backend, token)
+            piece = self._decode_next()
             if piece:
                 self._text += piece
                 if len(self.token_ids) > self.params.min_tokens and self._find_stop_string(len(piece)):
@@ -162,6 +163,21 @@ class Request:
             return
         if len(self.token_ids) >= self.limit:
             self.finish("length")
+
+    def _decode_next(self) -> str | None:
+        """The text that the newest token adds; None while a character is not complete."""
+        backend, token = self.tokenizer.backend, self.token_ids[-1]
+        try:
+            piece = self._stream.step(backend, token)
+        except Exception:  # all that DecodeStream raises
+            # Tokens that are bytes are decoded as a run, which is all replacement characters once one of its bytes fits nowhere: what was told of the run has changed. It stands, and the rest of the run is
+            # decoded by itself.
+            piece = self.tokenizer.decode(self.token_ids[self._num_decoded :], self.params.skip_special_tokens)
+            self._stream = DecodeStream(skip_special_tokens=self.params.skip_special_tokens)
+            self._stream.step(backend, token)  # so that the next token has one before it, as in the text
+        if piece:
+            self._num_decoded = len(self.token_ids)
+        return piece
 
     def _find_stop_string(self, new: int) -> bool:
         """The stop string that occurs first in the text; only the end of the text can hold a new one."""
