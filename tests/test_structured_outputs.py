@@ -1,5 +1,6 @@
 """Answers of a given form: they have it, they end with it, and they are those of plain decoding."""
 
+import itertools
 import json
 import re
 from functools import cache
@@ -29,6 +30,15 @@ SCHEMA = {
         "list": {"type": "array", "items": {"enum": ["é", "abc", 12, None]}, "minItems": 2, "maxItems": 4},
     },
 }  # fmt: skip
+
+
+def nested(depth: int) -> dict:
+    schema: dict = {}
+    for _ in range(depth):
+        schema = {"items": schema}
+    return schema
+
+
 FORMS = {
     "json": StructuredOutputs(json=SCHEMA),
     "json-text": StructuredOutputs(json=json.dumps({"enum": ["true", 12, None, {"abc": [False]}]})),
@@ -164,11 +174,29 @@ def test_a_bad_grammar_ends_its_own_request_only(form, message):
     [
         (dict(), "got none"), (dict(regex="a", choice=["b"]), "got regex, choice"), (dict(json="{"), "no JSON"), (dict(json="3"), "an object, got 3"), (dict(json={"a": {1}}), "no JSON"),
         (dict(regex=""), "regex: expected a non-empty string"), (dict(grammar=5), "grammar: expected"), (dict(choice=[]), "choice"), (dict(choice="ab"), "choice"), (dict(choice=["a", ""]), "choice"),
+        (dict(regex="a\ud800"), "regex: half of a surrogate pair"), (dict(choice=["a", "\udc00"]), "choice: half of a surrogate pair"), (dict(grammar='start: "\ud800"'), "grammar: half of a surrogate pair"),
+        (dict(json={"const": "\ud800"}), "json: half of a surrogate pair"), (dict(json='{"const": "\\ud800"}'), "json: half of a surrogate pair"), (dict(json=nested(100_000)), "json: expected a JSON schema"),
     ],
 )  # fmt: skip
 def test_bad_forms_are_named(options, message):
     with pytest.raises(EagleError, match=f"structured_outputs: .*{message}"):
         StructuredOutputs(**options)
+
+
+@pytest.mark.parametrize("sampling", SAMPLING)
+@pytest.mark.parametrize("count", [1, 3000])
+def test_a_choice_may_have_any_number_of_texts(count, sampling):
+    choice = ["".join(letters) for letters in itertools.islice(itertools.product("abcdefghijklm", repeat=4), count)]
+    output = engine_of(random_drafter(tiny_target("llama"))).generate([PROMPT], SamplingParams(**SAMPLING[sampling], max_tokens=10, structured_outputs=StructuredOutputs(choice=choice)))[0]
+    assert output.finish_reason == "stop" and output.text in choice, output.error
+
+
+def test_a_choice_that_begins_another_can_be_made():
+    """After "ab" the answer may end or go on."""
+    tokens = {piece: json_tokenizer().backend.token_to_id(piece) for piece in ("a", "b", "c", "ab", "abc")}
+    state = all_grammars().compile(StructuredOutputs(choice=["abc", "ab", "b"]))
+    state.take([tokens["a"], tokens["b"]])
+    assert state.allowed([-1], [-1])[0].nonzero().flatten().tolist() == sorted((EOS, tokens["c"]))
 
 
 @pytest.mark.parametrize("tree", TREES)
