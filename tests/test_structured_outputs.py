@@ -8,12 +8,14 @@ from functools import cache
 import llguidance
 import pytest
 import torch
-from eagle_engine import EagleError, SamplingParams, StructuredOutputs
+from eagle_engine import EagleError, SamplingParams, StructuredOutputs, logits_processing
+from eagle_engine.request import Request
 from eagle_engine.structured_outputs import Grammars, GrammarState, byte_of_character, token_bytes
 from eagle_engine.tokenizer import Tokenizer
 from helpers import parents_strategy
 from hypothesis import given
 from hypothesis import strategies as st
+from test_step_graphs import CountingGraphs
 from tiny_engines import TREES, bigram_drafter, make_engine, oracle_drafter, random_drafter, tiny_target
 from tiny_targets import VOCAB_SIZE, random_tokens
 from tiny_tokenizers import EOS, json_tokenizer
@@ -167,6 +169,41 @@ def test_a_bad_grammar_ends_its_own_request_only(form, message):
     with pytest.raises(EagleError, match="structured_outputs"):
         engine.add_request(PROMPT, SamplingParams(structured_outputs=form))
     assert not engine.has_unfinished()
+
+
+FAULTS = {  # where an exception comes from, and what it is told as
+    "allowed": (GrammarState, "allowed", "structured_outputs: "), "take": (GrammarState, "take", "structured_outputs: "), "is_complete": (GrammarState, "is_complete", "structured_outputs: "),
+    "logprobs": (logits_processing, "token_logprobs", "logprobs: "), "prompt_logprobs": (logits_processing, "prompt_logprobs", "prompt_logprobs: "), "tokenizer": (Request, "_decode_next", "the tokenizer cannot decode token "),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
+@pytest.mark.parametrize("after", [0, 1, 5])
+@pytest.mark.parametrize("place", FAULTS)
+def test_an_exception_out_of_a_grammar_or_a_tokenizer_ends_its_own_request_only(place, after, captured, monkeypatch):
+    """A planted fault in one call of one request: it ends with an error, with what came before; the others have the answers that they have alone."""
+    fine = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
+    hit = SamplingParams(temperature=0.0, max_tokens=30, structured_outputs=StructuredOutputs(regex="[a-z]{30}"), logprobs=1, prompt_logprobs=0)
+    drafter = random_drafter(tiny_target("llama"))
+    expected, whole = engine_of(None).generate([PROMPT], fine)[0], engine_of(None).generate([PROMPT], hit)[0]
+    owner, name, message = FAULTS[place]
+    right, calls = getattr(owner, name), []
+
+    def wrong(*args):
+        if place == "tokenizer" and args[0].params is not hit:
+            return right(*args)
+        calls.append(1)
+        if len(calls) == after + 1:
+            raise RuntimeError("planted")
+        return right(*args)
+
+    monkeypatch.setattr(owner, name, wrong)
+    engine = engine_of(drafter, () if place == "is_complete" else (EOS,), graph_api=CountingGraphs() if captured else None, prefill_chunk=1)
+    outputs = engine.generate([PROMPT] * 3, [fine, hit, fine])
+    assert outputs[1].finish_reason == "error" and outputs[1].error.startswith(message) and outputs[1].error.endswith("RuntimeError: planted")
+    assert len(outputs[1].token_ids) < 30 and outputs[1].token_ids == whole.token_ids[: len(outputs[1].token_ids)]
+    assert outputs[0].token_ids == outputs[2].token_ids == expected.token_ids
+    assert engine.pages.num_held == 0 and not engine.has_unfinished()
 
 
 @pytest.mark.parametrize(
