@@ -151,6 +151,10 @@ class LogitsProcessor:
             return DEAD_END.format(position=position) + (f" ({self._grammar.failure})" if self._grammar.failure else "")
         return ALL_BANNED.format(position=position, names=", ".join(self.params.changes_logits))
 
+    def end(self) -> None:
+        """Drop everything but what was recorded: no step follows."""
+        self._bias = self._counts = self._prompt_mask = self._ends = self._grammar = None
+
     @contextmanager
     def _alone(self, what: str) -> Iterator[None]:
         """What the block raises is this request's failure, and nobody else's."""

@@ -205,6 +205,10 @@ class Request:
         self._ended = time.perf_counter()
 
     def end(self, phases: dict[str, float]) -> None:
+        """It runs no more. What it held on the device goes now: its answers hold each other, so the request itself goes when Python looks for such circles."""
+        self.page_table = self.device_ids = None
+        if self.processor is not None:
+            self.processor.end()
         spent = {name: seconds - self._phases_before.get(name, 0.0) for name, seconds in phases.items()}
         self._phases = {name: seconds for name, seconds in spent.items() if seconds > 0}
 
