@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -23,6 +24,8 @@ ALL_BANNED = "the sampling parameters ban every token at position {position} ({n
 class LogitsProcessor:
     """One request's, from its arrival to its end. What it says is a function of the prompt, the tokens of the answer so far and the parameters.
 
+    An exception out of its grammar or tokenizer ends its request alone: from then on it allows no token, and `failure` tells what happened.
+
     prompt_ids     tokens of the prompt
     end_token_ids  what ends the answer: those that min_tokens bans
     grammar        at its beginning, or None
@@ -34,6 +37,7 @@ class LogitsProcessor:
         self, prompt_ids: list[int], params: SamplingParams, vocab_size: int, end_token_ids: Sequence[int], grammar: GrammarState | None, tokenizer: Tokenizer | None, device: torch.device
     ) -> None:
         self.params, self.changes_logits = params, bool(params.changes_logits)
+        self.failure: str | None = None
         self.logprobs: list[TokenLogprobs] = []
         self.prompt_logprobs: list[TokenLogprobs] = []
         self._prompt_ids, self._vocab_size, self._tokenizer, self._device = prompt_ids, vocab_size, tokenizer, device
@@ -59,7 +63,8 @@ class LogitsProcessor:
             ids = torch.tensor(new, device=self._device)
             self._counts.index_put_((ids,), torch.ones_like(ids, dtype=torch.int32), accumulate=True)
         if self._grammar is not None:
-            self._grammar.take(new)
+            with self._alone("structured_outputs"):
+                self._grammar.take(new)
 
     def sample_arguments(self, tokens: list[int], parent: list[int]) -> dict[str, Tensor]:
         """Further arguments of `sample` for the N rows of a tree: row i draws the token after node i.
@@ -69,6 +74,15 @@ class LogitsProcessor:
 
         A node of token -1, and those below it, may get anything: they are never accepted.
         """
+        arguments = {}
+        if self.failure is None:
+            with self._alone("structured_outputs"):
+                arguments = self._arguments(tokens, parent)
+        if self.failure is not None:
+            return {"logit_bias": torch.full((len(tokens), self._vocab_size), -math.inf, device=self._device)}
+        return arguments
+
+    def _arguments(self, tokens: list[int], parent: list[int]) -> dict[str, Tensor]:
         paths: list[list[int]] = [[]]
         for node in range(1, len(tokens)):
             paths.append(paths[parent[node]] + [tokens[node]])
@@ -100,7 +114,8 @@ class LogitsProcessor:
         if self.params.logprobs is not None:
             usable = emitted[: emitted.index(-1)] if -1 in emitted else emitted
             del self.logprobs[len(self._emitted) :]
-            self.logprobs += token_logprobs(logits[: len(usable)], usable, self.params.logprobs, self._tokenizer)
+            with self._alone("logprobs"):
+                self.logprobs += token_logprobs(logits[: len(usable)], usable, self.params.logprobs, self._tokenizer)
 
     def record_prompt(self, head, features: Tensor, start: int) -> None:
         """Keep the log-probabilities of the prompt's tokens from start + 1 on, unless they are there already.
@@ -113,14 +128,17 @@ class LogitsProcessor:
         known = len(self.prompt_logprobs) - start
         following = self._prompt_ids[start + 1 : start + 1 + features.shape[0]]
         if 0 <= known < len(following):
-            self.prompt_logprobs += prompt_logprobs(head, features[known:], following[known:], self.params.prompt_logprobs, self._tokenizer)
+            with self._alone("prompt_logprobs"):
+                self.prompt_logprobs += prompt_logprobs(head, features[known:], following[known:], self.params.prompt_logprobs, self._tokenizer)
 
     def is_complete(self, token_ids: list[int]) -> bool:
         """Whether the answer is over without an end token: its grammar is, and the model has none."""
         if self._grammar is None:
             return False
         self.update(token_ids)
-        return self._grammar.is_complete()
+        with self._alone("structured_outputs"):
+            return self.failure is None and self._grammar.is_complete()
+        return False
 
     def why_nothing_is_allowed(self, token_ids: list[int]) -> str | None:
         """What bans every token after these; None when something is allowed."""
@@ -132,6 +150,18 @@ class LogitsProcessor:
         if self._grammar is not None and not self._grammar.allowed([-1], [-1]).any():
             return DEAD_END.format(position=position) + (f" ({self._grammar.failure})" if self._grammar.failure else "")
         return ALL_BANNED.format(position=position, names=", ".join(self.params.changes_logits))
+
+    def end(self) -> None:
+        """Drop everything but what was recorded: no step follows."""
+        self._bias = self._counts = self._prompt_mask = self._ends = self._grammar = None
+
+    @contextmanager
+    def _alone(self, what: str) -> Iterator[None]:
+        """What the block raises is this request's failure, and nobody else's."""
+        try:
+            yield
+        except Exception as error:  # of libraries: anything
+            self.failure, self.changes_logits = self.failure or f"{what}: {type(error).__name__}: {error}", True
 
     def _constant_bias(self) -> Tensor | None:
         """[V] fp32: what is added at every place."""

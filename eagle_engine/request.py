@@ -141,6 +141,9 @@ class Request:
                 self._reached[depth] += 1
 
     def _append_token(self, token: int) -> None:
+        if self.processor is not None and self.processor.failure is not None:
+            self.finish("error", error=self.processor.failure)
+            return
         if token < 0:
             banned = None if self.processor is None else self.processor.why_nothing_is_allowed(self.token_ids)
             self.finish("error", error=banned or NOT_USABLE.format(position=len(self.prompt_ids) + len(self.token_ids)))
@@ -153,7 +156,11 @@ class Request:
             self.finish("stop", stop_reason=token)
             return
         if self.tokenizer is not None:
-            piece = self._decode_next()
+            try:
+                piece = self._decode_next()
+            except Exception as error:  # of the tokenizer: anything
+                self.finish("error", error=f"the tokenizer cannot decode token {token}: {type(error).__name__}: {error}")
+                return
             if piece:
                 self._text += piece
                 if len(self.token_ids) > self.params.min_tokens and self._find_stop_string(len(piece)):
@@ -198,6 +205,10 @@ class Request:
         self._ended = time.perf_counter()
 
     def end(self, phases: dict[str, float]) -> None:
+        """It runs no more. What it held on the device goes now: its answers hold each other, so the request itself goes when Python looks for such circles."""
+        self.page_table = self.device_ids = None
+        if self.processor is not None:
+            self.processor.end()
         spent = {name: seconds - self._phases_before.get(name, 0.0) for name, seconds in phases.items()}
         self._phases = {name: seconds for name, seconds in spent.items() if seconds > 0}
 
@@ -205,7 +216,7 @@ class Request:
         """The answer so far. A finished answer is decoded whole, so that a last incomplete character shows as the tokenizer shows it, and begins with what was streamed."""
         if self._cut is not None:
             return self._text[: self._cut]
-        if not self.finished or self.tokenizer is None:
+        if not self.finished or self.tokenizer is None or self.finish_reason == "error":
             return self._text
         # The token that ended the answer stands in token_ids; in the text only when asked for.
         hidden = self.finish_reason == "stop" and not self.params.include_stop_str_in_output

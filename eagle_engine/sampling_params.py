@@ -40,6 +40,8 @@ class StructuredOutputs:
                 raise EagleError(f"structured_outputs: {name}: expected a non-empty string, got {text!r}")
         if self.choice is not None and not _strings(self.choice):
             raise EagleError(f"structured_outputs: choice: expected a list of strings, none of them blank, got {self.choice!r}")
+        for text in (self.regex, self.grammar, *(self.choice or ())):
+            _unicode(given[0], text or "")
 
 
 @dataclass(frozen=True)
@@ -182,10 +184,18 @@ def _strings(values: Iterable[str]) -> bool:
 def _schema(schema: dict | str) -> None:
     try:
         schema = json.loads(schema) if isinstance(schema, str) else json.loads(json.dumps(schema))
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise EagleError(f"structured_outputs: json: expected a JSON schema, got what is no JSON: {error}") from error
     if not isinstance(schema, (dict, bool)):
         raise EagleError(f"structured_outputs: json: expected a JSON schema, which is an object, got {schema!r}")
+    _unicode("json", json.dumps(schema, ensure_ascii=False))
+
+
+def _unicode(name: str, text: str) -> None:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise EagleError(f"structured_outputs: {name}: half of a surrogate pair is no valid Unicode: {text[error.start]!r}") from error
 
 
 def _number(name: str, value: float, low: float, high: float) -> None:
