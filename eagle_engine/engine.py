@@ -246,7 +246,8 @@ class Engine:
         return self._need_tokenizer().encode_chat(messages)
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[TextDelta]:
-        """The answer in pieces, as each step emits them; joined, their texts are the text of `generate`. Closing the iterator ends the request."""
+        """The answer in pieces, as each step emits them; joined, their texts are the text of `generate`. Closing the iterator ends the request. EagleError, after the last piece, when
+        something went wrong."""
         sampling_params = SamplingParams() if sampling_params is None else sampling_params
         _check_params(sampling_params)
         if sampling_params.n > 1:
@@ -257,7 +258,9 @@ class Engine:
                 if not request.finished:  # other calls may have carried it on, to its end even
                     self._advance()
                 delta = request.delta()
-                if request.finish_reason == "error":
+                if delta.finish_reason == "error":
+                    if delta.text or delta.token_ids:
+                        yield delta._replace(finish_reason=None, stats=None)
                     raise EagleError(request.error)
                 if delta.text or delta.token_ids or delta.finish_reason is not None:
                     yield delta

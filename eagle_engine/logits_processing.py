@@ -44,14 +44,8 @@ class LogitsProcessor:
         self._grammar = grammar
         self._emitted: list[int] = []
         self._bad_words = bad_words(params, tokenizer, vocab_size)
-        self._ends = torch.tensor(sorted(token for token in end_token_ids if token < vocab_size), dtype=torch.int64, device=device)
-        self._bias = self._constant_bias()
-        counts = params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
-        self._counts = torch.zeros(vocab_size, dtype=torch.int32, device=device) if counts else None
-        self._prompt_mask = None
-        if params.repetition_penalty != 1.0:
-            self._prompt_mask = torch.zeros(vocab_size, dtype=torch.bool, device=device)
-            self._prompt_mask[torch.tensor(prompt_ids, device=device)] = True
+        self._end_token_ids = sorted(token for token in end_token_ids if token < vocab_size)
+        self.release()
 
     def update(self, token_ids: list[int]) -> None:
         """Go on to the tokens of the answer so far, of which those that were seen before have not changed."""
@@ -60,8 +54,7 @@ class LogitsProcessor:
             return
         self._emitted.extend(new)
         if self._counts is not None:
-            ids = torch.tensor(new, device=self._device)
-            self._counts.index_put_((ids,), torch.ones_like(ids, dtype=torch.int32), accumulate=True)
+            self._count(new)
         if self._grammar is not None:
             with self._alone("structured_outputs"):
                 self._grammar.take(new)
@@ -82,7 +75,30 @@ class LogitsProcessor:
             return {"logit_bias": torch.full((len(tokens), self._vocab_size), -math.inf, device=self._device)}
         return arguments
 
+    def release(self) -> None:
+        """Hold nothing on the device, as while the request waits; what a step needs is made when it needs it."""
+        self._held = False
+        self._ends = self._bias = self._counts = self._prompt_mask = None
+
+    def _hold(self) -> None:
+        if self._held:
+            return
+        p, self._held = self.params, True
+        self._ends = torch.tensor(self._end_token_ids, dtype=torch.int64, device=self._device)
+        self._bias = self._constant_bias()
+        if p.repetition_penalty != 1.0 or p.presence_penalty != 0.0 or p.frequency_penalty != 0.0:
+            self._counts = torch.zeros(self._vocab_size, dtype=torch.int32, device=self._device)
+            self._count(self._emitted)
+        if p.repetition_penalty != 1.0:
+            self._prompt_mask = torch.zeros(self._vocab_size, dtype=torch.bool, device=self._device)
+            self._prompt_mask[torch.tensor(self._prompt_ids, device=self._device)] = True
+
+    def _count(self, token_ids: list[int]) -> None:
+        ids = torch.tensor(token_ids, dtype=torch.int64, device=self._device)
+        self._counts.index_put_((ids,), torch.ones_like(ids, dtype=torch.int32), accumulate=True)
+
     def _arguments(self, tokens: list[int], parent: list[int]) -> dict[str, Tensor]:
+        self._hold()
         paths: list[list[int]] = [[]]
         for node in range(1, len(tokens)):
             paths.append(paths[parent[node]] + [tokens[node]])
@@ -150,10 +166,6 @@ class LogitsProcessor:
         if self._grammar is not None and not self._grammar.allowed([-1], [-1]).any():
             return DEAD_END.format(position=position) + (f" ({self._grammar.failure})" if self._grammar.failure else "")
         return ALL_BANNED.format(position=position, names=", ".join(self.params.changes_logits))
-
-    def end(self) -> None:
-        """Drop everything but what was recorded: no step follows."""
-        self._bias = self._counts = self._prompt_mask = self._ends = self._grammar = None
 
     @contextmanager
     def _alone(self, what: str) -> Iterator[None]:

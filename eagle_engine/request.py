@@ -204,11 +204,13 @@ class Request:
         self.finish_reason, self.stop_reason, self.error = reason, stop_reason, error
         self._ended = time.perf_counter()
 
-    def end(self, phases: dict[str, float]) -> None:
-        """It runs no more. What it held on the device goes now: its answers hold each other, so the request itself goes when Python looks for such circles."""
+    def release(self) -> None:
+        """Hold nothing on the device: it waits again, or has ended. Its answers hold each other, so that it goes itself only when Python looks for such circles."""
         self.page_table = self.device_ids = None
         if self.processor is not None:
-            self.processor.end()
+            self.processor.release()
+
+    def end(self, phases: dict[str, float]) -> None:
         spent = {name: seconds - self._phases_before.get(name, 0.0) for name, seconds in phases.items()}
         self._phases = {name: seconds for name, seconds in spent.items() if seconds > 0}
 

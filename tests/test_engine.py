@@ -246,12 +246,18 @@ def test_bad_sampling_values_are_named(options, message):
         (dict(tree="bush"), "tree"), (dict(acceptance="maybe"), "acceptance"), (dict(top_k=0), "top_k"), (dict(max_depth=0), "max_depth"), (dict(num_nodes=300), "num_nodes"),
         (dict(top_k=2, max_depth=2, num_nodes=8), "num_nodes 8 is more"), (dict(acceptance="rejection"), "chain"), (dict(tree="static", choices=((0, 0),)), "parent"),
         (dict(tree="static", choices=((0,), (0,))), "different"), (dict(tree="static", choices=((-1,),)), "ranks"), (dict(tree="static", choices=()), "choices"),
+        (dict(tree="static", choices=5), "choices: expected a list of paths"), (dict(tree="static", choices=[0, 1]), "choices: expected a list of paths"), (dict(tree="static", choices=[["0"]]), "ranks"),
         (dict(prefill_chunk=257), "prefill_chunk"), (dict(max_model_len=0), "max_model_len"), (dict(top_k=64, max_depth=10, num_nodes=8), "at most 256"),
     ],
 )  # fmt: skip
 def test_bad_settings_are_named(options, message):
     with pytest.raises(EagleError, match=message):
         EagleConfig(**options)
+
+
+def test_choices_may_be_lists():
+    """As in a JSON file, and in the README."""
+    assert EagleConfig(tree="static", choices=[[0], [1], [0, 0]]) == EagleConfig(tree="static", choices=((0,), (1,), (0, 0)))
 
 
 def test_unknown_options_are_named():

@@ -136,6 +136,29 @@ def test_a_request_that_has_ended_leaves_nothing_on_the_device(ending, captured)
     assert left == []
 
 
+def test_requests_that_wait_hold_nothing_on_the_device():
+    """New ones, however many, and those that were preempted: the room is that of those that run."""
+    target = tiny_target("llama")
+    params = SamplingParams(temperature=0.8, seed=1, max_tokens=30, repetition_penalty=1.2, presence_penalty=0.3, logit_bias={3: 1.0}, n=10)
+    engine = make_engine(target, random_drafter(target), enforce_eager=True, num_pages=24, max_batch_size=3)
+    expected = make_engine(target, None).generate([random_tokens(60, 9)], params)[0]
+    gc.collect()
+    before = {id(one) for one in gc.get_objects() if type(one) is torch.Tensor}
+
+    def held() -> int:
+        return sum(type(one) is torch.Tensor and id(one) not in before for one in gc.get_objects())
+
+    engine.add_request(random_tokens(60, 9), params)
+    assert held() == 0
+    outputs = []
+    while engine.has_unfinished():
+        outputs += engine.step()
+        at_work = len(engine.scheduler.running) + (engine.scheduler.prefilling is not None)
+        assert held() <= 6 * at_work
+    assert engine.scheduler.num_preemptions > 0
+    assert [answer.token_ids for answer in outputs[0].outputs] == [answer.token_ids for answer in expected.outputs]
+
+
 # Prefix reuse
 
 

@@ -151,6 +151,22 @@ def test_a_dead_end_ends_its_own_request_only():
             assert outputs[1].text == begin and outputs[0].token_ids == outputs[2].token_ids
 
 
+def test_a_stream_has_what_came_before_an_error():
+    """Also where the same step drew it and came to the dead end."""
+    a = json_tokenizer().backend.token_to_id("a")
+    stuck = SamplingParams(temperature=0.0, max_tokens=9, structured_outputs=StructuredOutputs(regex="a{5}ж"), logit_bias={a: 100.0}, logprobs=0)
+    for drafter, steps in ((None, 5), (oracle_drafter(tiny_target("llama"), PROMPT + [a] * 9), 1)):
+        engine, pieces = engine_of(drafter, tree="chain", max_depth=4), []
+        expected = engine.generate([PROMPT], stuck)[0].outputs[0]
+        with pytest.raises(EagleError, match="dead end"):
+            for piece in engine.stream(PROMPT, stuck):
+                pieces.append(piece)
+        assert len(pieces) <= steps and all(piece.finish_reason is None for piece in pieces)
+        assert [token for piece in pieces for token in piece.token_ids] == expected.token_ids == [a] * 5
+        assert "".join(piece.text for piece in pieces) == expected.text == "a" * 5
+        assert [place for piece in pieces for place in piece.logprobs] == expected.logprobs
+
+
 @pytest.mark.parametrize(
     "form, message",
     [
