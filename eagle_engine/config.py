@@ -89,6 +89,10 @@ class EagleConfig:
             if (self.max_depth - 1) * self.top_k > MAX_NODES:
                 raise EagleError(f"(max_depth - 1) * top_k must be at most {MAX_NODES}, got {(self.max_depth - 1) * self.top_k}")
         if self.tree == "static":
+            try:
+                object.__setattr__(self, "choices", tuple(tuple(path) for path in self.choices))
+            except TypeError as error:
+                raise EagleError(f"choices: expected a list of paths of ranks, such as [[0], [1], [0, 0]], got {self.choices!r}") from error
             _check_choices(self.choices)
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import platform
 import time
 import warnings
@@ -15,6 +16,7 @@ import eagle_kernels
 import numpy as np
 import torch
 
+from eagle_engine.errors import EagleError
 from eagle_engine.step import Models
 from eagle_engine.tree_shape import TreeShape
 from eagle_engine.weight_cache import cache_directory
@@ -26,7 +28,7 @@ ROUNDS = 7
 
 @dataclass(frozen=True)
 class CostProfile:
-    """Seconds per step.
+    """Seconds per step. Checked on creation; EagleError says what cannot be.
 
     shapes        (max_depth, num_nodes) of each shape; (0, 1) is plain decoding
     batches       batch sizes that were measured, ascending
@@ -41,6 +43,21 @@ class CostProfile:
     per_row: list[float]
     context_rows: int
 
+    def __post_init__(self) -> None:
+        sizes, batches = len(self.shapes), len(self.batches)
+        if len(self.base) != sizes or len(self.per_row) != sizes or any(len(row) != batches for row in self.base):
+            raise EagleError(f"profile: expected seconds for each of {sizes} shapes and {batches} batch sizes")
+        if self.batches != sorted(set(self.batches)):
+            raise EagleError(f"profile: expected ascending batch sizes, got {self.batches}")
+        if not all(0 < seconds < math.inf for row in self.base for seconds in row) or not all(0 <= seconds < math.inf for seconds in self.per_row):
+            raise EagleError("profile: expected steps that take some time, and no less for more rows")
+
+    def check_shapes(self, shapes: Sequence[TreeShape]) -> None:
+        """EagleError unless it is a profile of these."""
+        wanted = [[shape.max_depth, shape.num_nodes] for shape in shapes]
+        if self.shapes != wanted or not self.batches:
+            raise EagleError(f"profile: it was measured for other trees: expected (max_depth, num_nodes) {wanted}, got {self.shapes}")
+
     def seconds(self, shape: int, batch: int, context: float) -> float:
         """Of a step of `batch` sequences with `context` committed rows on average: linear between the batch sizes, and in the rows."""
         return float(np.interp(batch, self.batches, self.base[shape])) + self.per_row[shape] * batch * max(context - SHORT, 0.0)
@@ -50,11 +67,11 @@ UNMEASURED = CostProfile([], [], [], [], 0)  # of an engine that is tuned before
 
 
 def profile_file(models: Models, shapes: Sequence[TreeShape], max_batch: int, context_rows: int, late: bool) -> Path:
-    """Where the profile of these models on this machine is kept: the name tells apart all that a step's time depends on."""
+    """Where the profile of these models on this machine is kept: the name tells apart all that a step's time depends on. context_rows: as for measure_profile; late: steps are captured whole."""
     target, drafter = models.target, models.drafter
     what = [
-        FORMAT_VERSION, str(target.config), str(drafter.config), drafter.vocab_size, drafter.window, str(target.dtype), str(target.device), target.deterministic, late, max_batch, context_rows, shapes[-1].top_k,
-        [(shape.max_depth, shape.num_nodes) for shape in shapes], _machine(target.device),
+        FORMAT_VERSION, str(target.config), str(drafter.config), drafter.vocab_size, drafter.window, str(target.dtype), str(target.device), target.deterministic, late, models.graphs is not None,
+        max_batch, context_rows, shapes[-1].top_k, [(shape.max_depth, shape.num_nodes) for shape in shapes], _machine(target.device),
     ]  # fmt: skip
     return cache_directory() / "profiles" / f"{hashlib.sha256(repr(what).encode()).hexdigest()[:16]}.json"
 

@@ -113,7 +113,11 @@ class Engine:
             self.models = self.models._replace(graphs=VerifyGraphs(target, self.models.captured_layers, self.state))
         self._grammars = Grammars(tokenizer, target.config.vocab_size, self.eos_token_ids)
         self._behind, self._pending = 0, 1  # pairs that the drafter has missed, and that wait for it, of any running request: at most
-        self.sizes = TreeSizes(self.shapes, self._checked(profile) or self._profile(progress)) if sizes else None
+        if sizes and profile not in (None, UNMEASURED):
+            if not isinstance(profile, CostProfile):
+                raise EagleError(f"profile: expected a CostProfile, got {type(profile).__name__}")
+            profile.check_shapes(self.shapes)
+        self.sizes = TreeSizes(self.shapes, profile or self._profile(progress)) if sizes else None
         self._observer: Observer | None = None
         self._undelivered: list[RequestOutput] = []
         self._next_id = 0
@@ -204,20 +208,26 @@ class Engine:
 
         A prompt that cannot be served gives an output with finish_reason "error" and its `error`; the others go on.
         """
+        if not isinstance(prompts, (str, list, tuple)):
+            raise EagleError(f"prompts: expected texts or lists of token ids, one or several, got {type(prompts).__name__}")
         prompts = [prompts] if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)) else list(prompts)
-        params = sampling_params if isinstance(sampling_params, list) else [sampling_params or SamplingParams()] * len(prompts)
+        params = sampling_params if isinstance(sampling_params, list) else [SamplingParams() if sampling_params is None else sampling_params] * len(prompts)
         if len(params) != len(prompts):
             raise EagleError(f"sampling_params: expected one, or {len(prompts)} for as many prompts, got {len(params)}")
+        for param in params:
+            _check_params(param)
         requests: list[Request | RequestOutput] = []
-        for prompt, param in zip(prompts, params):
+        mine: list[Request] = []
+        with tqdm(total=sum(param.n for param in params), desc="generating", unit="answer", disable=not progress, leave=False) as bar:
             try:
-                requests.append(self._enqueue(prompt, param, held=True))
-            except EagleError as error:
-                text, ids = (prompt, []) if isinstance(prompt, str) else (None, list(prompt))
-                requests.append(RequestOutput(self._next_request_id(), text, ids, [CompletionOutput(0, "", [], "error", error=str(error))]))
-        mine = [answer for request in requests if isinstance(request, Request) for answer in request.answers]
-        with tqdm(total=len(mine), desc="generating", unit="prompt", disable=not progress, leave=False) as bar:
-            try:
+                for prompt, param in zip(prompts, params):
+                    try:
+                        requests.append(self._enqueue(prompt, param, held=True))
+                        mine += requests[-1].answers
+                    except EagleError as error:
+                        ids = list(prompt) if isinstance(prompt, (list, tuple)) else []
+                        requests.append(RequestOutput(self._next_request_id(), prompt if isinstance(prompt, str) else None, ids, [CompletionOutput(0, "", [], "error", error=str(error))]))
+                        bar.total -= param.n
                 while not all(request.finished for request in mine):
                     self._advance()
                     bar.update(sum(request.finished for request in mine) - bar.n)
@@ -236,19 +246,26 @@ class Engine:
         return self._need_tokenizer().encode_chat(messages)
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[TextDelta]:
-        """The answer in pieces, as each step emits them; joined, their texts are the text of `generate`. Closing the iterator ends the request."""
-        sampling_params = sampling_params or SamplingParams()
+        """The answer in pieces, as each step emits them; joined, their texts are the text of `generate`. Closing the iterator ends the request. EagleError, after the last piece, when
+        something went wrong."""
+        sampling_params = SamplingParams() if sampling_params is None else sampling_params
+        _check_params(sampling_params)
         if sampling_params.n > 1:
             raise EagleError(f"n: a stream has one answer, got n {sampling_params.n}; use generate")
         request = self._enqueue(prompt, sampling_params, held=True)
         try:
-            while not request.finished:
-                self._advance()
+            while True:
+                if not request.finished:  # other calls may have carried it on, to its end even
+                    self._advance()
                 delta = request.delta()
-                if request.finish_reason == "error":
+                if delta.finish_reason == "error":
+                    if delta.text or delta.token_ids:
+                        yield delta._replace(finish_reason=None, stats=None)
                     raise EagleError(request.error)
-                if delta.text or delta.token_ids or request.finished:
+                if delta.text or delta.token_ids or delta.finish_reason is not None:
                     yield delta
+                if delta.finish_reason is not None:
+                    return
         finally:
             self.abort(request.request_id)
 
@@ -346,14 +363,17 @@ class Engine:
 
     def _enqueue(self, prompt: Prompt, sampling_params: SamplingParams, held: bool) -> Request:
         """The first of its answers. held: whoever queued the request keeps it and reads its output there, instead of from `step`."""
+        _check_params(sampling_params)
+        if not isinstance(prompt, (str, list, tuple)):
+            raise EagleError(f"prompt: expected a text or a list of token ids, got {type(prompt).__name__}")
         text = prompt if isinstance(prompt, str) else None
         ids = self._need_tokenizer().encode(prompt) if isinstance(prompt, str) else list(prompt)
         if not ids:
             raise EagleError("the prompt is empty: expected at least one token")
         vocab_size = self.models.target.config.vocab_size
-        bad = next((i for i in ids if isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < vocab_size), None)
-        if bad is not None:
-            raise EagleError(f"the prompt holds {bad!r}: expected token ids from 0 to {vocab_size - 1}")
+        bad = [i for i in ids if isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < vocab_size]
+        if bad:
+            raise EagleError(f"the prompt holds {bad[0]!r}: expected token ids from 0 to {vocab_size - 1}")
         if sampling_params.stop_strings and self.tokenizer is None:
             raise EagleError("stop strings need a tokenizer, and this engine has none")
         room = self.max_model_len - len(ids)
@@ -385,11 +405,11 @@ class Engine:
     def tune(self, progress: Callable[[str], None] = lambda _: None) -> CostProfile:
         """Measure what a step costs for each tree that this engine may grow, and keep it for the next engine of these models on this machine. EagleError unless the tree is adaptive and nothing is running."""
         if len(self.shapes) == 1:
-            raise EagleError('nothing to tune: the tree has one size; use tree "adaptive" (--tree adaptive)')
+            raise EagleError('nothing to tune: the tree has one size; use tree "adaptive" (--tree adaptive) and 2 nodes or more (--num-nodes)')
         if not self.scheduler.is_empty:
             raise EagleError("the engine cannot be tuned while it answers requests")
         self._settle()
-        context = min(LONG, self.max_model_len)
+        context = self._profiled_rows
         pages = self.pages.take(min(self.pages.num_free, max(self.pages.pages_for(SHORT + self._step_rows) * self.config.max_batch_size, self.pages.pages_for(context + self._step_rows))))
         for cache in (self.state.target_cache, self.state.draft_cache):
             cache[:, :, pages] = 0  # memory that was never written would be read faster
@@ -419,14 +439,13 @@ class Engine:
 
     @property
     def profile_file(self) -> Path:
-        """Where the profile of this engine is kept."""
-        return profile_file(self.models, self.shapes, self.config.max_batch_size, min(LONG, self.max_model_len), self.captures_steps)
+        """Where what `tune` measures is kept."""
+        return profile_file(self.models, self.shapes, self.config.max_batch_size, self._profiled_rows, self.captures_steps)
 
-    def _checked(self, profile: CostProfile | None) -> CostProfile | None:
-        ours = [[shape.max_depth, shape.num_nodes] for shape in self.shapes]
-        if profile not in (None, UNMEASURED) and profile.shapes != ours:
-            raise EagleError(f"profile: it is of other trees; expected those of max_depth and num_nodes {ours}, got {profile.shapes}")
-        return profile
+    @property
+    def _profiled_rows(self) -> int:
+        """The longest context that is measured."""
+        return min(LONG, self.max_model_len)
 
     def _profile(self, progress: bool) -> CostProfile:
         """As it was measured before, or now."""
@@ -447,3 +466,8 @@ class Engine:
     def _next_request_id(self) -> int:
         self._next_id += 1
         return self._next_id - 1
+
+
+def _check_params(sampling_params: SamplingParams) -> None:
+    if not isinstance(sampling_params, SamplingParams):
+        raise EagleError(f"sampling_params: expected SamplingParams, got {type(sampling_params).__name__}")

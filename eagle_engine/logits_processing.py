@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -23,6 +24,8 @@ ALL_BANNED = "the sampling parameters ban every token at position {position} ({n
 class LogitsProcessor:
     """One request's, from its arrival to its end. What it says is a function of the prompt, the tokens of the answer so far and the parameters.
 
+    An exception out of its grammar or tokenizer ends its request alone: from then on it allows no token, and `failure` tells what happened.
+
     prompt_ids     tokens of the prompt
     end_token_ids  what ends the answer: those that min_tokens bans
     grammar        at its beginning, or None
@@ -34,20 +37,15 @@ class LogitsProcessor:
         self, prompt_ids: list[int], params: SamplingParams, vocab_size: int, end_token_ids: Sequence[int], grammar: GrammarState | None, tokenizer: Tokenizer | None, device: torch.device
     ) -> None:
         self.params, self.changes_logits = params, bool(params.changes_logits)
+        self.failure: str | None = None
         self.logprobs: list[TokenLogprobs] = []
         self.prompt_logprobs: list[TokenLogprobs] = []
         self._prompt_ids, self._vocab_size, self._tokenizer, self._device = prompt_ids, vocab_size, tokenizer, device
         self._grammar = grammar
         self._emitted: list[int] = []
         self._bad_words = bad_words(params, tokenizer, vocab_size)
-        self._ends = torch.tensor(sorted(token for token in end_token_ids if token < vocab_size), dtype=torch.int64, device=device)
-        self._bias = self._constant_bias()
-        counts = params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
-        self._counts = torch.zeros(vocab_size, dtype=torch.int32, device=device) if counts else None
-        self._prompt_mask = None
-        if params.repetition_penalty != 1.0:
-            self._prompt_mask = torch.zeros(vocab_size, dtype=torch.bool, device=device)
-            self._prompt_mask[torch.tensor(prompt_ids, device=device)] = True
+        self._end_token_ids = sorted(token for token in end_token_ids if token < vocab_size)
+        self.release()
 
     def update(self, token_ids: list[int]) -> None:
         """Go on to the tokens of the answer so far, of which those that were seen before have not changed."""
@@ -56,10 +54,10 @@ class LogitsProcessor:
             return
         self._emitted.extend(new)
         if self._counts is not None:
-            ids = torch.tensor(new, device=self._device)
-            self._counts.index_put_((ids,), torch.ones_like(ids, dtype=torch.int32), accumulate=True)
+            self._count(new)
         if self._grammar is not None:
-            self._grammar.take(new)
+            with self._alone("structured_outputs"):
+                self._grammar.take(new)
 
     def sample_arguments(self, tokens: list[int], parent: list[int]) -> dict[str, Tensor]:
         """Further arguments of `sample` for the N rows of a tree: row i draws the token after node i.
@@ -69,6 +67,38 @@ class LogitsProcessor:
 
         A node of token -1, and those below it, may get anything: they are never accepted.
         """
+        arguments = {}
+        if self.failure is None:
+            with self._alone("structured_outputs"):
+                arguments = self._arguments(tokens, parent)
+        if self.failure is not None:
+            return {"logit_bias": torch.full((len(tokens), self._vocab_size), -math.inf, device=self._device)}
+        return arguments
+
+    def release(self) -> None:
+        """Hold nothing on the device, as while the request waits; what a step needs is made when it needs it."""
+        self._held = False
+        self._ends = self._bias = self._counts = self._prompt_mask = None
+
+    def _hold(self) -> None:
+        if self._held:
+            return
+        p, self._held = self.params, True
+        self._ends = torch.tensor(self._end_token_ids, dtype=torch.int64, device=self._device)
+        self._bias = self._constant_bias()
+        if p.repetition_penalty != 1.0 or p.presence_penalty != 0.0 or p.frequency_penalty != 0.0:
+            self._counts = torch.zeros(self._vocab_size, dtype=torch.int32, device=self._device)
+            self._count(self._emitted)
+        if p.repetition_penalty != 1.0:
+            self._prompt_mask = torch.zeros(self._vocab_size, dtype=torch.bool, device=self._device)
+            self._prompt_mask[torch.tensor(self._prompt_ids, device=self._device)] = True
+
+    def _count(self, token_ids: list[int]) -> None:
+        ids = torch.tensor(token_ids, dtype=torch.int64, device=self._device)
+        self._counts.index_put_((ids,), torch.ones_like(ids, dtype=torch.int32), accumulate=True)
+
+    def _arguments(self, tokens: list[int], parent: list[int]) -> dict[str, Tensor]:
+        self._hold()
         paths: list[list[int]] = [[]]
         for node in range(1, len(tokens)):
             paths.append(paths[parent[node]] + [tokens[node]])
@@ -100,7 +130,8 @@ class LogitsProcessor:
         if self.params.logprobs is not None:
             usable = emitted[: emitted.index(-1)] if -1 in emitted else emitted
             del self.logprobs[len(self._emitted) :]
-            self.logprobs += token_logprobs(logits[: len(usable)], usable, self.params.logprobs, self._tokenizer)
+            with self._alone("logprobs"):
+                self.logprobs += token_logprobs(logits[: len(usable)], usable, self.params.logprobs, self._tokenizer)
 
     def record_prompt(self, head, features: Tensor, start: int) -> None:
         """Keep the log-probabilities of the prompt's tokens from start + 1 on, unless they are there already.
@@ -113,14 +144,17 @@ class LogitsProcessor:
         known = len(self.prompt_logprobs) - start
         following = self._prompt_ids[start + 1 : start + 1 + features.shape[0]]
         if 0 <= known < len(following):
-            self.prompt_logprobs += prompt_logprobs(head, features[known:], following[known:], self.params.prompt_logprobs, self._tokenizer)
+            with self._alone("prompt_logprobs"):
+                self.prompt_logprobs += prompt_logprobs(head, features[known:], following[known:], self.params.prompt_logprobs, self._tokenizer)
 
     def is_complete(self, token_ids: list[int]) -> bool:
         """Whether the answer is over without an end token: its grammar is, and the model has none."""
         if self._grammar is None:
             return False
         self.update(token_ids)
-        return self._grammar.is_complete()
+        with self._alone("structured_outputs"):
+            return self.failure is None and self._grammar.is_complete()
+        return False
 
     def why_nothing_is_allowed(self, token_ids: list[int]) -> str | None:
         """What bans every token after these; None when something is allowed."""
@@ -132,6 +166,14 @@ class LogitsProcessor:
         if self._grammar is not None and not self._grammar.allowed([-1], [-1]).any():
             return DEAD_END.format(position=position) + (f" ({self._grammar.failure})" if self._grammar.failure else "")
         return ALL_BANNED.format(position=position, names=", ".join(self.params.changes_logits))
+
+    @contextmanager
+    def _alone(self, what: str) -> Iterator[None]:
+        """What the block raises is this request's failure, and nobody else's."""
+        try:
+            yield
+        except Exception as error:  # of libraries: anything
+            self.failure, self.changes_logits = self.failure or f"{what}: {type(error).__name__}: {error}", True
 
     def _constant_bias(self) -> Tensor | None:
         """[V] fp32: what is added at every place."""

@@ -67,6 +67,7 @@ class Request:
     def __post_init__(self) -> None:
         self._stream = DecodeStream(skip_special_tokens=self.params.skip_special_tokens)
         self._text = ""  # decoded so far, a character that is not complete yet left out
+        self._num_decoded = 0  # tokens that it is the text of
         self._cut: int | None = None
         self._streamed = 0
         self._num_received = 0
@@ -140,6 +141,9 @@ class Request:
                 self._reached[depth] += 1
 
     def _append_token(self, token: int) -> None:
+        if self.processor is not None and self.processor.failure is not None:
+            self.finish("error", error=self.processor.failure)
+            return
         if token < 0:
             banned = None if self.processor is None else self.processor.why_nothing_is_allowed(self.token_ids)
             self.finish("error", error=banned or NOT_USABLE.format(position=len(self.prompt_ids) + len(self.token_ids)))
@@ -152,7 +156,11 @@ class Request:
             self.finish("stop", stop_reason=token)
             return
         if self.tokenizer is not None:
-            piece = self._stream.step(self.tokenizer.backend, token)
+            try:
+                piece = self._decode_next()
+            except Exception as error:  # of the tokenizer: anything
+                self.finish("error", error=f"the tokenizer cannot decode token {token}: {type(error).__name__}: {error}")
+                return
             if piece:
                 self._text += piece
                 if len(self.token_ids) > self.params.min_tokens and self._find_stop_string(len(piece)):
@@ -162,6 +170,21 @@ class Request:
             return
         if len(self.token_ids) >= self.limit:
             self.finish("length")
+
+    def _decode_next(self) -> str | None:
+        """The text that the newest token adds; None while a character is not complete."""
+        backend, token = self.tokenizer.backend, self.token_ids[-1]
+        try:
+            piece = self._stream.step(backend, token)
+        except Exception:  # all that DecodeStream raises
+            # Tokens that are bytes are decoded as a run, which is all replacement characters once one of its bytes fits nowhere: what was told of the run has changed. It stands, and the rest of the run is
+            # decoded by itself.
+            piece = self.tokenizer.decode(self.token_ids[self._num_decoded :], self.params.skip_special_tokens)
+            self._stream = DecodeStream(skip_special_tokens=self.params.skip_special_tokens)
+            self._stream.step(backend, token)  # so that the next token has one before it, as in the text
+        if piece:
+            self._num_decoded = len(self.token_ids)
+        return piece
 
     def _find_stop_string(self, new: int) -> bool:
         """The stop string that occurs first in the text; only the end of the text can hold a new one."""
@@ -181,6 +204,12 @@ class Request:
         self.finish_reason, self.stop_reason, self.error = reason, stop_reason, error
         self._ended = time.perf_counter()
 
+    def release(self) -> None:
+        """Hold nothing on the device: it waits again, or has ended. Its answers hold each other, so that it goes itself only when Python looks for such circles."""
+        self.page_table = self.device_ids = None
+        if self.processor is not None:
+            self.processor.release()
+
     def end(self, phases: dict[str, float]) -> None:
         spent = {name: seconds - self._phases_before.get(name, 0.0) for name, seconds in phases.items()}
         self._phases = {name: seconds for name, seconds in spent.items() if seconds > 0}
@@ -189,7 +218,7 @@ class Request:
         """The answer so far. A finished answer is decoded whole, so that a last incomplete character shows as the tokenizer shows it, and begins with what was streamed."""
         if self._cut is not None:
             return self._text[: self._cut]
-        if not self.finished or self.tokenizer is None:
+        if not self.finished or self.tokenizer is None or self.finish_reason == "error":
             return self._text
         # The token that ended the answer stands in token_ids; in the text only when asked for.
         hidden = self.finish_reason == "stop" and not self.params.include_stop_str_in_output

@@ -40,6 +40,8 @@ class StructuredOutputs:
                 raise EagleError(f"structured_outputs: {name}: expected a non-empty string, got {text!r}")
         if self.choice is not None and not _strings(self.choice):
             raise EagleError(f"structured_outputs: choice: expected a list of strings, none of them blank, got {self.choice!r}")
+        for text in (self.regex, self.grammar, *(self.choice or ())):
+            _unicode(given[0], text or "")
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ class SamplingParams:
     top_p             1 = off
     min_p             0 = off
     max_tokens        most tokens of the answer
-    stop              strings that end the answer; it is cut before them
+    stop              strings that end the answer; it is cut before them; None = none, here and in the other lists
     stop_token_ids    further token ids that end the answer, beside the model's own end tokens
     ignore_eos        go on after the model's end tokens
     seed              None: a fresh one for each request; the same seed gives the same text
@@ -80,15 +82,15 @@ class SamplingParams:
     top_p: float = 1.0
     min_p: float = 0.0
     max_tokens: int = 256
-    stop: str | list[str] | tuple[str, ...] = ()
-    stop_token_ids: list[int] | tuple[int, ...] = ()
+    stop: str | list[str] | tuple[str, ...] | None = ()
+    stop_token_ids: list[int] | tuple[int, ...] | None = ()
     ignore_eos: bool = False
     seed: int | None = None
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     structured_outputs: StructuredOutputs | None = None
     allowed_token_ids: list[int] | tuple[int, ...] | None = None
-    bad_words: list[str] | tuple[str, ...] = ()
+    bad_words: list[str] | tuple[str, ...] | None = ()
     min_tokens: int = 0
     logit_bias: dict[int, float] | None = None
     repetition_penalty: float = 1.0
@@ -111,6 +113,12 @@ class SamplingParams:
         _whole("max_tokens", self.max_tokens, 1, 2**31 - 1)
         if self.seed is not None:
             _whole("seed", self.seed, -(2**63), 2**63 - 1)
+        for name in ("stop", "stop_token_ids", "bad_words"):
+            values = getattr(self, name)
+            if values is None:
+                object.__setattr__(self, name, ())
+            elif not isinstance(values, (list, tuple, set, frozenset, *((str,) if name == "stop" else ()))):
+                raise EagleError(f"{name}: expected a list, got {values!r}")
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         if not all(isinstance(text, str) and text for text in stop):
             raise EagleError(f"stop: expected non-empty strings, got {self.stop!r}")
@@ -176,10 +184,18 @@ def _strings(values: Iterable[str]) -> bool:
 def _schema(schema: dict | str) -> None:
     try:
         schema = json.loads(schema) if isinstance(schema, str) else json.loads(json.dumps(schema))
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise EagleError(f"structured_outputs: json: expected a JSON schema, got what is no JSON: {error}") from error
     if not isinstance(schema, (dict, bool)):
         raise EagleError(f"structured_outputs: json: expected a JSON schema, which is an object, got {schema!r}")
+    _unicode("json", json.dumps(schema, ensure_ascii=False))
+
+
+def _unicode(name: str, text: str) -> None:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise EagleError(f"structured_outputs: {name}: half of a surrogate pair is no valid Unicode: {text[error.start]!r}") from error
 
 
 def _number(name: str, value: float, low: float, high: float) -> None:

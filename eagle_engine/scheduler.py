@@ -158,6 +158,7 @@ class Scheduler:
         self._register(request)
         self.pages.give_back(request.pages)
         request.pages = []
+        request.release()
         if request is self.prefilling:
             self.prefilling = None
             return

@@ -213,7 +213,8 @@ def _lark(wanted: StructuredOutputs) -> tuple[str, str]:
             schema = {} if schema else {"not": {}}
         return "json", "start: %json " + json.dumps(schema, ensure_ascii=False)
     if wanted.choice is not None:
-        return "choice", "start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in wanted.choice)
+        # One terminal: as alternatives of a rule there could be no more than 2000.
+        return "choice", "start: CHOICE\nCHOICE: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in wanted.choice)
     if wanted.regex is not None:
         return "regex", f"start: /{llguidance.regex_to_lark(wanted.regex, '')}/"
     try:

@@ -1,5 +1,6 @@
 """Trees that size themselves: the text never depends on the size, the drafter catches up on what it has missed, and the choice is the one that pays."""
 
+import json
 import random
 
 import pytest
@@ -301,21 +302,37 @@ def test_no_step_costs_more_than_a_larger_one_took():
                 assert profile.base[i][j] == pytest.approx(cost[shape] * (1 + 0.3 * batch))
 
 
-def test_a_profile_of_other_trees_is_refused():
-    target = tiny_target("llama")
-    with pytest.raises(EagleError, match="profile: it is of other trees"):
-        make_engine(target, random_drafter(target), tree="adaptive", profile=made_up_profile(EagleConfig(tree="adaptive", max_depth=2)))
-
-
 def test_a_profile_survives_its_file_and_a_damaged_one_is_told(tmp_path):
     profile = made_up_profile(ADAPTIVE)
     file = tmp_path / "new" / "p.json"
     assert load_profile(file) is None
     save_profile(file, profile)
     assert load_profile(file) == profile
-    file.write_text("{")
-    with pytest.warns(UserWarning, match="measured again"):
-        assert load_profile(file) is None
+    whole = json.loads(file.read_text())
+    damaged = [dict(base=whole["base"][1:]), dict(base=[row[1:] for row in whole["base"]]), dict(base=[[0.0 for _ in row] for row in whole["base"]]), dict(base=whole["base"][:-1] + [["1"] * len(whole["batches"])])]
+    damaged += [dict(per_row=[-1.0] * len(SHAPES)), dict(per_row=[float("nan")] * len(SHAPES)), dict(batches=whole["batches"][::-1]), dict(base=None)]
+    for text in ("{", "null", *(json.dumps(whole | change) for change in damaged)):
+        file.write_text(text)
+        with pytest.warns(UserWarning, match="measured again"):
+            assert load_profile(file) is None
+
+
+def test_a_profile_of_other_trees_is_refused():
+    target = tiny_target("llama")
+    other = made_up_profile(EagleConfig(tree="adaptive", max_depth=2, num_nodes=4))
+    for profile, message in ((other, "measured for other trees"), (CostProfile([[0, 1]], [], [[]], [0.0], 64), "measured for other trees"), ({"base": []}, "expected a CostProfile, got dict")):
+        with pytest.raises(EagleError, match=message):
+            make_engine(target, random_drafter(target), tree="adaptive", profile=profile)
+
+
+def test_engines_whose_steps_cost_otherwise_do_not_share_a_profile():
+    """A longer context measures what rows cost; Python runs what a recording would; a captured step is another."""
+    target = tiny_target("llama")
+    drafter = random_drafter(target)
+    options = [{}, dict(max_model_len=90), dict(enforce_eager=True), dict(max_batch_size=3), dict(num_nodes=9), dict(graph_api=CountingGraphs())]
+    files = [make_engine(target, drafter, tree="adaptive", **one).profile_file for one in options]
+    assert len(set(files)) == len(files)
+    assert make_engine(target, drafter, tree="adaptive", page_size=8, num_pages=90).profile_file == files[0]
 
 
 def test_tuning_measures_leaves_no_trace_and_is_kept(tmp_path, monkeypatch):

@@ -3,12 +3,15 @@
 import pytest
 import torch
 from eagle_engine import EagleConfig, EagleError, Engine, SamplingParams
+from eagle_engine.request import Request
 from eagle_engine.tokenizer import Tokenizer
 from eagle_kernels import pack_weight, unpack_weight
 from hypothesis import given
 from hypothesis import strategies as st
+from test_step_graphs import CountingGraphs
 from tiny_engines import TREES, bigram_drafter, drafter_config, eagle3_config, make_drafter, make_engine, oracle_drafter, plain_tokens, random_drafter, tiny_target
 from tiny_targets import VOCAB_SIZE, random_tokens
+from tiny_tokenizers import byte_fallback_tokenizer
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 
@@ -229,7 +232,7 @@ def test_bad_prompts_end_alone():
         (dict(temperature=-1), "temperature"), (dict(temperature=float("nan")), "temperature"), (dict(temperature=1e-9), "temperature"), (dict(temperature="hot"), "temperature"),
         (dict(top_p=0.0), "top_p"), (dict(top_p=1.5), "top_p"), (dict(min_p=-0.1), "min_p"), (dict(min_p=2), "min_p"), (dict(top_k=-2), "top_k"), (dict(top_k=1.5), "top_k"),
         (dict(max_tokens=0), "max_tokens"), (dict(max_tokens=True), "max_tokens"), (dict(stop=""), "stop"), (dict(stop=["a", ""]), "stop"), (dict(stop_token_ids=[-1]), "stop_token_ids"),
-        (dict(seed=2**63), "seed"), (dict(seed="x"), "seed"),
+        (dict(seed=2**63), "seed"), (dict(seed="x"), "seed"), (dict(stop=5), "stop: expected a list"), (dict(stop_token_ids=5), "stop_token_ids: expected a list"), (dict(bad_words=5), "bad_words: expected a list"),
     ],
 )  # fmt: skip
 def test_bad_sampling_values_are_named(options, message):
@@ -243,12 +246,18 @@ def test_bad_sampling_values_are_named(options, message):
         (dict(tree="bush"), "tree"), (dict(acceptance="maybe"), "acceptance"), (dict(top_k=0), "top_k"), (dict(max_depth=0), "max_depth"), (dict(num_nodes=300), "num_nodes"),
         (dict(top_k=2, max_depth=2, num_nodes=8), "num_nodes 8 is more"), (dict(acceptance="rejection"), "chain"), (dict(tree="static", choices=((0, 0),)), "parent"),
         (dict(tree="static", choices=((0,), (0,))), "different"), (dict(tree="static", choices=((-1,),)), "ranks"), (dict(tree="static", choices=()), "choices"),
+        (dict(tree="static", choices=5), "choices: expected a list of paths"), (dict(tree="static", choices=[0, 1]), "choices: expected a list of paths"), (dict(tree="static", choices=[["0"]]), "ranks"),
         (dict(prefill_chunk=257), "prefill_chunk"), (dict(max_model_len=0), "max_model_len"), (dict(top_k=64, max_depth=10, num_nodes=8), "at most 256"),
     ],
 )  # fmt: skip
 def test_bad_settings_are_named(options, message):
     with pytest.raises(EagleError, match=message):
         EagleConfig(**options)
+
+
+def test_choices_may_be_lists():
+    """As in a JSON file, and in the README."""
+    assert EagleConfig(tree="static", choices=[[0], [1], [0, 0]]) == EagleConfig(tree="static", choices=((0,), (1,), (0, 0)))
 
 
 def test_unknown_options_are_named():
@@ -265,6 +274,58 @@ def test_unknown_options_are_named():
 def test_published_settings_are_converted_once():
     config = EagleConfig.from_published(total_token=60, depth=5, top_k=10)
     assert (config.num_nodes, config.max_depth, config.top_k) == (60, 6, 10)
+
+
+def test_no_list_is_an_empty_list():
+    """As it is for vLLM."""
+    assert SamplingParams(stop=None, stop_token_ids=None, bad_words=None) == SamplingParams()
+
+
+BAD_PROMPTS = {
+    "none": (None, "expected a text or a list of token ids, got NoneType"), "number": (5, "got int"), "tensor": (torch.tensor([1, 2]), "got Tensor"), "bytes": (b"ab", "got bytes"), "empty": ([], "is empty"),
+    "none-in-a-list": ([3, None], "holds None"), "false-in-a-list": ([3, False], "holds False"), "float-in-a-list": ([3, 1.0], "holds 1.0"), "beyond": ([3, VOCAB_SIZE], f"holds {VOCAB_SIZE}"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("prompt, message", BAD_PROMPTS.values(), ids=BAD_PROMPTS)
+def test_a_bad_prompt_is_refused_before_it_starts_and_alone(prompt, message):
+    engine = make_engine(tiny_target("llama"), random_drafter(tiny_target("llama")))
+    params = SamplingParams(**GREEDY, max_tokens=5)
+    other = engine.add_request(PROMPT, params)
+    with pytest.raises(EagleError, match=message):
+        engine.add_request(prompt, params)
+    with pytest.raises(EagleError, match=message):
+        next(engine.stream(prompt, params))
+    outputs = engine.generate([PROMPT, prompt, PROMPT], params)
+    assert [output.finish_reason for output in outputs] == ["length", "error", "length"] and message in outputs[1].error
+    assert outputs[0].token_ids == outputs[2].token_ids == plain_tokens(tiny_target("llama"), PROMPT, params)
+    assert [output.request_id for output in engine.step()] == [other]
+    assert not engine.has_unfinished() and engine.pages.num_held == 0
+
+
+@pytest.mark.parametrize("params", [dict(max_tokens=3), 5, [SamplingParams(max_tokens=3), None]], ids=["dict", "number", "none-in-a-list"])
+def test_what_are_no_sampling_parameters_is_said_before_anything_starts(params):
+    engine = make_engine(tiny_target("llama"), None)
+    for call in (lambda: engine.generate([PROMPT] * 2, params), lambda: engine.add_request(PROMPT, params), lambda: next(engine.stream(PROMPT, params))):
+        with pytest.raises(EagleError, match="sampling_params: expected SamplingParams, got"):
+            call()
+        assert not engine.has_unfinished()
+
+
+@pytest.mark.parametrize("prompts", [None, 5, torch.tensor([1, 2]), dict(prompt="a")], ids=lambda prompts: type(prompts).__name__)
+def test_what_are_no_prompts_is_said(prompts):
+    with pytest.raises(EagleError, match="prompts: expected texts or lists of token ids"):
+        make_engine(tiny_target("llama"), None).generate(prompts)
+
+
+def test_nothing_stays_behind_when_a_request_cannot_be_queued(monkeypatch):
+    """Whatever goes wrong with one prompt, the others of the call do not go on without their caller."""
+    engine = make_engine(tiny_target("llama"), None, tiny_tokenizer())
+    encode = Tokenizer.encode
+    monkeypatch.setattr(Tokenizer, "encode", lambda self, text, **options: 1 // 0 if text == "." else encode(self, text, **options))
+    with pytest.raises(ZeroDivisionError):
+        engine.generate([PROMPT, "."], SamplingParams(max_tokens=3))
+    assert not engine.has_unfinished()
 
 
 def test_requests_wait_for_pages_and_give_them_back():
@@ -314,6 +375,41 @@ def test_a_closed_stream_frees_its_pages():
     assert not engine.has_unfinished() and engine.pages.num_free == engine.pages.num_pages
 
 
+BYTES = {
+    "stray": (["<0x0A>", "<0x80>", "▁the", "▁the"], "\n\ufffd the the"),
+    "two-halves": (["▁the", "<0x0A>", "<0x22>", "<0xC3>", "<0xC3>", "▁the", "b", "<0x0A>"], 'the\n"\ufffd\ufffd theb\n'),
+    "twice": (["<0x0A>", "<0xE2>", "a", "<0x22>", "<0xFF>", "<0x22>", "b"], '\n\ufffda"\ufffd\ufffdb'),
+    "a-character": (["<0x0A>", "<0xC3>", "<0xA9>", "▁the"], "\n\u00e9 the"),
+}
+
+
+@pytest.mark.parametrize("pieces, text", BYTES.values(), ids=BYTES)
+def test_bytes_that_are_no_character_are_decoded(pieces, text):
+    """A byte that fits nowhere changes how those before it are decoded, which have been told: they stand, and what follows is as the tokenizer has it."""
+    tokenizer = byte_fallback_tokenizer()
+    tokens = [tokenizer.backend.token_to_id(piece) for piece in pieces]
+    request = Request(0, None, [1], SamplingParams(max_tokens=100), 0, limit=len(tokens), tokenizer=tokenizer, eos_token_ids=frozenset())
+    told = ""
+    for token in tokens:
+        request.append([token])
+        told += request.delta().text
+    assert (told, request.text(), request.finish_reason) == (text, text, "length")
+
+
+def test_no_token_ends_the_requests_of_others():
+    """Tokens at random, bytes of no character among them: every answer comes, with the text that was streamed."""
+    tokenizer, target = byte_fallback_tokenizer(), tiny_target("llama")
+    odd = range(3, 13)
+    params = [SamplingParams(temperature=5.0, seed=seed, max_tokens=40, ignore_eos=True, logit_bias=dict.fromkeys(odd, 4.0)) for seed in range(6)]
+    engine = make_engine(target, random_drafter(target), tokenizer)
+    outputs = engine.generate([PROMPT] * 6, params)
+    assert all(any(a in odd and b in odd for a, b in zip(output.token_ids, output.token_ids[1:])) for output in outputs)
+    for output, param in zip(outputs, params):
+        assert len(output.token_ids) == 40
+        plain = make_engine(target, None, tokenizer)
+        assert output.text == plain.generate([PROMPT], param)[0].text == "".join(piece.text for piece in plain.stream(PROMPT, param))
+
+
 def test_two_streams_at_once():
     engine = engines()["speculative"]
     params = SamplingParams(**GREEDY, max_tokens=25, ignore_eos=True)
@@ -326,6 +422,38 @@ def test_two_streams_at_once():
     for piece in second:
         tokens[1] += piece.token_ids
     assert tokens == expected
+
+
+@pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
+@pytest.mark.parametrize("tokens", [1, 5, 25])
+def test_a_stream_has_all_pieces_of_an_answer_that_others_have_carried_to_its_end(tokens, captured):
+    """Whoever advances the engine, step, generate or another stream, takes nothing from a stream that waits: not its tokens, not its text, not its end."""
+    params = SamplingParams(**GREEDY, max_tokens=tokens, ignore_eos=True)
+    longer = SamplingParams(**GREEDY, max_tokens=60, ignore_eos=True)
+    engine = Engine(tiny_target("llama"), None, tiny_tokenizer(), EagleConfig(max_model_len=200), graph_api=CountingGraphs() if captured else None)
+    expected = engine.generate([PROMPT], params)[0]
+    others = {"generate": lambda: engine.generate([random_tokens(71, 4)], longer), "stream": lambda: list(engine.stream(random_tokens(71, 4), longer)), "step": lambda: [engine.step() for _ in range(70)]}
+    for name, advance in others.items():
+        stream = engine.stream(PROMPT, params)
+        pieces = [next(stream)]
+        advance()
+        pieces += stream
+        assert [token for piece in pieces for token in piece.token_ids] == expected.token_ids, name
+        assert "".join(piece.text for piece in pieces) == expected.text, name
+        assert [piece.finish_reason for piece in pieces[:-1]] == [None] * (len(pieces) - 1) and pieces[-1].finish_reason == "length", name
+
+
+def test_a_stream_says_what_went_wrong_while_others_ran():
+    """The logits become unusable in a step that somebody else runs."""
+    target = tiny_target("llama")
+    engine = make_engine(target, None)
+    stream = engine.stream(PROMPT, SamplingParams(**GREEDY, max_tokens=50))
+    next(stream)
+    with torch.inference_mode():
+        engine.state.target_cache[:] = float("nan")
+    engine.step()
+    with pytest.raises(EagleError, match="not usable"):
+        list(stream)
 
 
 def test_requests_of_the_caller_survive_generate_and_stream():

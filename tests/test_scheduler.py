@@ -1,5 +1,7 @@
 """Requests that share steps, pages and beginnings: whatever happens to the others, each gets the tokens of its solo plain run."""
 
+import gc
+
 import pytest
 import torch
 from eagle_engine import SamplingParams
@@ -105,6 +107,56 @@ def test_preemption_keeps_what_was_recorded_of_the_logits():
     assert engine.scheduler.num_preemptions > 0
     assert [one.token_ids for one in shared] == [one.token_ids for one in alone]
     assert [one.logprobs for one in shared] == [one.logprobs for one in alone]
+
+
+@pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
+@pytest.mark.parametrize("ending", ["length", "abort", "error"])
+def test_a_request_that_has_ended_leaves_nothing_on_the_device(ending, captured):
+    """However it ended, at once and not when Python next looks for circles: numbers per token of the vocabulary, and those of the prompt, would add up."""
+    target = tiny_target("llama")
+    change = dict(allowed_token_ids=[3], stop_token_ids=[3], min_tokens=5) if ending == "error" else dict(logit_bias={3: 1.0})
+    params = SamplingParams(temperature=0.8, seed=1, max_tokens=12, repetition_penalty=1.2, presence_penalty=0.3, logprobs=1, **change)
+    engine = graphed(target, random_drafter(target))[0] if captured else make_engine(target, random_drafter(target), enforce_eager=True)
+    gc.collect()
+    gc.disable()
+    try:
+        before = {id(one) for one in gc.get_objects() if type(one) is torch.Tensor}
+        for seed in range(3):
+            request_id = engine.add_request(random_tokens(60 + seed, 9), params)
+            if ending == "abort":
+                engine.step()
+                assert engine.abort(request_id).outputs[0].logprobs
+            reasons = []
+            while engine.has_unfinished():
+                reasons += [output.finish_reason for output in engine.step()]
+            assert reasons == ([] if ending == "abort" else [ending])
+        left = [tuple(one.shape) for one in gc.get_objects() if type(one) is torch.Tensor and id(one) not in before]
+    finally:
+        gc.enable()
+    assert left == []
+
+
+def test_requests_that_wait_hold_nothing_on_the_device():
+    """New ones, however many, and those that were preempted: the room is that of those that run."""
+    target = tiny_target("llama")
+    params = SamplingParams(temperature=0.8, seed=1, max_tokens=30, repetition_penalty=1.2, presence_penalty=0.3, logit_bias={3: 1.0}, n=10)
+    engine = make_engine(target, random_drafter(target), enforce_eager=True, num_pages=24, max_batch_size=3)
+    expected = make_engine(target, None).generate([random_tokens(60, 9)], params)[0]
+    gc.collect()
+    before = {id(one) for one in gc.get_objects() if type(one) is torch.Tensor}
+
+    def held() -> int:
+        return sum(type(one) is torch.Tensor and id(one) not in before for one in gc.get_objects())
+
+    engine.add_request(random_tokens(60, 9), params)
+    assert held() == 0
+    outputs = []
+    while engine.has_unfinished():
+        outputs += engine.step()
+        at_work = len(engine.scheduler.running) + (engine.scheduler.prefilling is not None)
+        assert held() <= 6 * at_work
+    assert engine.scheduler.num_preemptions > 0
+    assert [answer.token_ids for answer in outputs[0].outputs] == [answer.token_ids for answer in expected.outputs]
 
 
 # Prefix reuse

@@ -1,5 +1,6 @@
 """Answers of a given form: they have it, they end with it, and they are those of plain decoding."""
 
+import itertools
 import json
 import re
 from functools import cache
@@ -7,12 +8,14 @@ from functools import cache
 import llguidance
 import pytest
 import torch
-from eagle_engine import EagleError, SamplingParams, StructuredOutputs
+from eagle_engine import EagleError, SamplingParams, StructuredOutputs, logits_processing
+from eagle_engine.request import Request
 from eagle_engine.structured_outputs import Grammars, GrammarState, byte_of_character, token_bytes
 from eagle_engine.tokenizer import Tokenizer
 from helpers import parents_strategy
 from hypothesis import given
 from hypothesis import strategies as st
+from test_step_graphs import CountingGraphs
 from tiny_engines import TREES, bigram_drafter, make_engine, oracle_drafter, random_drafter, tiny_target
 from tiny_targets import VOCAB_SIZE, random_tokens
 from tiny_tokenizers import EOS, json_tokenizer
@@ -29,6 +32,15 @@ SCHEMA = {
         "list": {"type": "array", "items": {"enum": ["é", "abc", 12, None]}, "minItems": 2, "maxItems": 4},
     },
 }  # fmt: skip
+
+
+def nested(depth: int) -> dict:
+    schema: dict = {}
+    for _ in range(depth):
+        schema = {"items": schema}
+    return schema
+
+
 FORMS = {
     "json": StructuredOutputs(json=SCHEMA),
     "json-text": StructuredOutputs(json=json.dumps({"enum": ["true", 12, None, {"abc": [False]}]})),
@@ -139,6 +151,22 @@ def test_a_dead_end_ends_its_own_request_only():
             assert outputs[1].text == begin and outputs[0].token_ids == outputs[2].token_ids
 
 
+def test_a_stream_has_what_came_before_an_error():
+    """Also where the same step drew it and came to the dead end."""
+    a = json_tokenizer().backend.token_to_id("a")
+    stuck = SamplingParams(temperature=0.0, max_tokens=9, structured_outputs=StructuredOutputs(regex="a{5}ж"), logit_bias={a: 100.0}, logprobs=0)
+    for drafter, steps in ((None, 5), (oracle_drafter(tiny_target("llama"), PROMPT + [a] * 9), 1)):
+        engine, pieces = engine_of(drafter, tree="chain", max_depth=4), []
+        expected = engine.generate([PROMPT], stuck)[0].outputs[0]
+        with pytest.raises(EagleError, match="dead end"):
+            for piece in engine.stream(PROMPT, stuck):
+                pieces.append(piece)
+        assert len(pieces) <= steps and all(piece.finish_reason is None for piece in pieces)
+        assert [token for piece in pieces for token in piece.token_ids] == expected.token_ids == [a] * 5
+        assert "".join(piece.text for piece in pieces) == expected.text == "a" * 5
+        assert [place for piece in pieces for place in piece.logprobs] == expected.logprobs
+
+
 @pytest.mark.parametrize(
     "form, message",
     [
@@ -159,16 +187,69 @@ def test_a_bad_grammar_ends_its_own_request_only(form, message):
     assert not engine.has_unfinished()
 
 
+FAULTS = {  # where an exception comes from, and what it is told as
+    "allowed": (GrammarState, "allowed", "structured_outputs: "), "take": (GrammarState, "take", "structured_outputs: "), "is_complete": (GrammarState, "is_complete", "structured_outputs: "),
+    "logprobs": (logits_processing, "token_logprobs", "logprobs: "), "prompt_logprobs": (logits_processing, "prompt_logprobs", "prompt_logprobs: "), "tokenizer": (Request, "_decode_next", "the tokenizer cannot decode token "),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
+@pytest.mark.parametrize("after", [0, 1, 5])
+@pytest.mark.parametrize("place", FAULTS)
+def test_an_exception_out_of_a_grammar_or_a_tokenizer_ends_its_own_request_only(place, after, captured, monkeypatch):
+    """A planted fault in one call of one request: it ends with an error, with what came before; the others have the answers that they have alone."""
+    fine = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
+    hit = SamplingParams(temperature=0.0, max_tokens=30, structured_outputs=StructuredOutputs(regex="[a-z]{30}"), logprobs=1, prompt_logprobs=0)
+    drafter = random_drafter(tiny_target("llama"))
+    expected, whole = engine_of(None).generate([PROMPT], fine)[0], engine_of(None).generate([PROMPT], hit)[0]
+    owner, name, message = FAULTS[place]
+    right, calls = getattr(owner, name), []
+
+    def wrong(*args):
+        if place == "tokenizer" and args[0].params is not hit:
+            return right(*args)
+        calls.append(1)
+        if len(calls) == after + 1:
+            raise RuntimeError("planted")
+        return right(*args)
+
+    monkeypatch.setattr(owner, name, wrong)
+    engine = engine_of(drafter, () if place == "is_complete" else (EOS,), graph_api=CountingGraphs() if captured else None, prefill_chunk=1)
+    outputs = engine.generate([PROMPT] * 3, [fine, hit, fine])
+    assert outputs[1].finish_reason == "error" and outputs[1].error.startswith(message) and outputs[1].error.endswith("RuntimeError: planted")
+    assert len(outputs[1].token_ids) < 30 and outputs[1].token_ids == whole.token_ids[: len(outputs[1].token_ids)]
+    assert outputs[0].token_ids == outputs[2].token_ids == expected.token_ids
+    assert engine.pages.num_held == 0 and not engine.has_unfinished()
+
+
 @pytest.mark.parametrize(
     "options, message",
     [
         (dict(), "got none"), (dict(regex="a", choice=["b"]), "got regex, choice"), (dict(json="{"), "no JSON"), (dict(json="3"), "an object, got 3"), (dict(json={"a": {1}}), "no JSON"),
         (dict(regex=""), "regex: expected a non-empty string"), (dict(grammar=5), "grammar: expected"), (dict(choice=[]), "choice"), (dict(choice="ab"), "choice"), (dict(choice=["a", ""]), "choice"),
+        (dict(regex="a\ud800"), "regex: half of a surrogate pair"), (dict(choice=["a", "\udc00"]), "choice: half of a surrogate pair"), (dict(grammar='start: "\ud800"'), "grammar: half of a surrogate pair"),
+        (dict(json={"const": "\ud800"}), "json: half of a surrogate pair"), (dict(json='{"const": "\\ud800"}'), "json: half of a surrogate pair"), (dict(json=nested(100_000)), "json: expected a JSON schema"),
     ],
 )  # fmt: skip
 def test_bad_forms_are_named(options, message):
     with pytest.raises(EagleError, match=f"structured_outputs: .*{message}"):
         StructuredOutputs(**options)
+
+
+@pytest.mark.parametrize("sampling", SAMPLING)
+@pytest.mark.parametrize("count", [1, 3000])
+def test_a_choice_may_have_any_number_of_texts(count, sampling):
+    choice = ["".join(letters) for letters in itertools.islice(itertools.product("abcdefghijklm", repeat=4), count)]
+    output = engine_of(random_drafter(tiny_target("llama"))).generate([PROMPT], SamplingParams(**SAMPLING[sampling], max_tokens=10, structured_outputs=StructuredOutputs(choice=choice)))[0]
+    assert output.finish_reason == "stop" and output.text in choice, output.error
+
+
+def test_a_choice_that_begins_another_can_be_made():
+    """After "ab" the answer may end or go on."""
+    tokens = {piece: json_tokenizer().backend.token_to_id(piece) for piece in ("a", "b", "c", "ab", "abc")}
+    state = all_grammars().compile(StructuredOutputs(choice=["abc", "ab", "b"]))
+    state.take([tokens["a"], tokens["b"]])
+    assert state.allowed([-1], [-1])[0].nonzero().flatten().tolist() == sorted((EOS, tokens["c"]))
 
 
 @pytest.mark.parametrize("tree", TREES)

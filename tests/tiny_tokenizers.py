@@ -1,4 +1,4 @@
-"""Tokenizers for tiny targets: one token per character, and one whose tokens are pieces of JSON and halves of characters."""
+"""Tokenizers for tiny targets: one token per character, one whose tokens are pieces of JSON and halves of characters, and one that falls back to bytes."""
 
 from __future__ import annotations
 
@@ -30,6 +30,16 @@ def json_tokenizer() -> Tokenizer:
     pieces = [*SPECIAL, *JSON_PIECES, *string.ascii_uppercase][:VOCAB_SIZE]
     backend = Backend(models.WordLevel({piece: i for i, piece in enumerate(pieces)}, unk_token="<unk>"))
     backend.decoder = decoders.ByteLevel()
+    return _with_special(backend)
+
+
+@cache
+def byte_fallback_tokenizer() -> Tokenizer:
+    """As Llama 2 and Mistral have it, for decoding alone: words with their space, and bytes, of which those of no character stand between those of some."""
+    odd_bytes = [0x0A, 0x22, 0x80, 0x9F, 0x98, 0xC3, 0xA9, 0xE2, 0xF0, 0xFF]
+    pieces = [*SPECIAL, *(f"<0x{byte:02X}>" for byte in odd_bytes), "▁", "▁the", "▁a", "é", *string.ascii_letters][:VOCAB_SIZE]
+    backend = Backend(models.BPE({piece: i for i, piece in enumerate(pieces)}, [], unk_token="<unk>", byte_fallback=True))
+    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
     return _with_special(backend)
 
 
