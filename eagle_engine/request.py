@@ -61,7 +61,7 @@ class Request:
     num_prefilled: int = 0
     page_table: Tensor | None = None
     device_ids: Tensor | None = None
-    gains: list[float] = field(default_factory=list)
+    gains: list[float | None] = field(default_factory=list)
     draft_rows: int = 0
 
     def __post_init__(self) -> None:

@@ -14,8 +14,10 @@ LASTING = 0.02  # and in the estimate that all requests share, which new ones st
 TRUST_STEPS = 2.0  # drafts for which the drafter's confidence is taken at its word before outcomes correct it
 TRUST_DECAY = 0.99
 FIRST_PROBE, LAST_PROBE = 32, 512  # steps of plain decoding before the drafter is tried again, doubled each time it does not pay
-REFRESH = 128  # steps after which the deepest tree is grown again, for what is known of it
-MARGIN = 1.01  # by which drafting must promise to beat plain decoding: a gain smaller than this is lost in what the estimates do not see
+SETTLED = 16  # steps with drafts in a row after which probing starts from FIRST_PROBE again
+REFRESH = 128  # steps with drafts after which a deep tree is grown again, for what is known of it
+AFFORDABLE = 2.5  # plain steps that a tree may cost which is grown for what it tells
+MARGIN = 1.02  # by which drafting must promise to beat plain decoding: a gain smaller than this is lost in what the estimates do not see
 
 
 class Candidate(NamedTuple):
@@ -66,44 +68,53 @@ class TreeSizes:
         self.by_confidence: dict[float, list[float]] = {}
         self._shared: list[float | None] = [None] * (len(self.shapes) - 1)
         self._expected = self._accepted = 0.0
-        self._plain_steps, self._probe_after, self._since_deepest = 0, FIRST_PROBE, 0
+        self._plain_steps, self._probe_after, self._drafted_in_a_row, self._since_deep = 0, FIRST_PROBE, 0, 0
 
     @property
     def trust(self) -> float:
         """Drafts accepted for each that the drafter's confidence promised."""
         return (self._accepted + TRUST_STEPS) / (self._expected + TRUST_STEPS)
 
-    def choose(self, gains: Sequence[list[float]], context: float) -> int:
+    def choose(self, gains: Sequence[list[float | None]], context: float) -> int:
         """Index of the shape for the next step.
 
         gains    one list per running sequence, as `observe` returned it; [] for a new one
         context  mean number of committed rows
         """
-        batch, deepest = len(gains), len(self.shapes) - 1
-        index, reason, candidates = deepest, "first", []
-        if all(value is not None for value in self._shared):
-            candidates = self._candidates(gains, context)
-            best = max(range(1, len(candidates)), key=lambda i: candidates[i].tokens_per_second)
+        batch = len(gains)
+        costs = [self.profile.seconds(i, batch, context) for i in range(len(self.shapes))]
+        # What tells most: the deepest tree that does not cost too much here, of these the cheapest.
+        deep = max((i for i in range(1, len(costs)) if costs[i] <= AFFORDABLE * costs[0]), key=lambda i: (self.shapes[i].max_depth, -costs[i]), default=costs.index(min(costs[1:]), 1))
+        candidates = self._candidates(gains, costs)
+        drafting = [i for i, candidate in enumerate(candidates) if i > 0 and candidate is not None]
+        if not drafting:
+            index, reason = deep, "first"
+        else:
+            best = max(drafting, key=lambda i: candidates[i].tokens_per_second)
             pays = candidates[best].tokens_per_second > MARGIN * candidates[0].tokens_per_second
             index, reason = (best, "best") if pays else (0, "off")
             if not pays and self._plain_steps >= self._probe_after:
-                # The cheapest look at how sure the drafter is.
-                index, reason = min(range(1, len(candidates)), key=lambda i: candidates[i].seconds), "probe"
-            elif pays and self._since_deepest >= REFRESH:
-                index, reason = deepest, "refresh"
-        if index == 0:
-            self._plain_steps += 1
-        elif reason == "probe":
-            self._plain_steps, self._probe_after = 0, min(2 * self._probe_after, LAST_PROBE)
-        elif reason == "best":
-            self._plain_steps, self._probe_after = 0, FIRST_PROBE
-        self._since_deepest = 0 if self.shapes[index].max_depth == self.shapes[deepest].max_depth else self._since_deepest + 1
-        self.num_steps[index] += 1
-        self.decision = Decision(self.shapes[index], reason, batch, context, candidates)
+                index, reason = min(drafting, key=lambda i: costs[i]), "probe"  # the cheapest look at how sure the drafter is
+            elif pays and self._since_deep >= REFRESH:
+                index, reason = deep, "refresh"
+        self._count(index, reason, deep)
+        self.decision = Decision(self.shapes[index], reason, batch, context, [candidate for candidate in candidates if candidate is not None])
         return index
 
-    def observe(self, index: int, before: list[float], measured: list[float], accepted: int) -> list[float]:
-        """Take the outcome of a step for one sequence; what is known of it from now on.
+    def _count(self, index: int, reason: str, deep: int) -> None:
+        self.num_steps[index] += 1
+        if index == 0:
+            self._plain_steps, self._drafted_in_a_row = self._plain_steps + 1, 0
+            return
+        if reason == "probe":
+            self._probe_after = min(2 * self._probe_after, LAST_PROBE)
+        self._plain_steps, self._drafted_in_a_row = 0, self._drafted_in_a_row + 1
+        if self._drafted_in_a_row == SETTLED:
+            self._probe_after = FIRST_PROBE
+        self._since_deep = 0 if self.shapes[index].max_depth >= self.shapes[deep].max_depth else self._since_deep + 1
+
+    def observe(self, index: int, before: list[float | None], measured: list[float], accepted: int) -> list[float | None]:
+        """Take the outcome of a step for one sequence; what is known of it from now on: drafts per step of each shape with drafts, None where nobody has grown one so deep.
 
         index     shape of the step
         before    what was known
@@ -123,17 +134,19 @@ class TreeSizes:
             if value is not None:
                 shared = self._shared[i]
                 self._shared[i] = value if shared is None else shared + LASTING * (value - shared)
-        if any(value is None for value in self._shared):
-            return before
         ratio = known[index - 1] / max(self._shared[index - 1], 1e-6)
-        told = [value if value is not None else ratio * self._shared[i] for i, value in enumerate(known)]
+        told = [value if value is not None or shared is None else ratio * shared for value, shared in zip(known, self._shared)]
         old = before or self._shared
-        return [a + RECENT * (b - a) for a, b in zip(old, told)]
+        return [b if a is None else a + RECENT * (b - a) for a, b in zip(old, told)]
 
-    def _candidates(self, gains: Sequence[list[float]], context: float) -> list[Candidate]:
+    def _candidates(self, gains: Sequence[list[float | None]], costs: list[float]) -> list[Candidate | None]:
+        """None: of such a tree nothing is known yet."""
         trust, batch = self.trust, len(gains)
-        found = []
+        found: list[Candidate | None] = []
         for i, shape in enumerate(self.shapes):
-            accepted = 0.0 if i == 0 else sum(min(trust * (own[i - 1] if own else self._shared[i - 1]), shape.max_depth) for own in gains)
-            found.append(Candidate(shape, batch + accepted, self.profile.seconds(i, batch, context)))
+            if i > 0 and self._shared[i - 1] is None:
+                found.append(None)
+                continue
+            expected = [own[i - 1] if own and own[i - 1] is not None else self._shared[i - 1] for own in gains] if i > 0 else []
+            found.append(Candidate(shape, batch + sum(min(trust * value, shape.max_depth) for value in expected), costs[i]))
         return found

@@ -13,7 +13,7 @@ from eagle_engine.state import GAIN_UNITS
 from eagle_engine.step import PhaseTimer, draft, run_step
 from eagle_engine.tree_gains import measure_gains
 from eagle_engine.tree_shape import PLAIN, tree_shapes
-from eagle_engine.tree_sizes import FIRST_PROBE, LAST_PROBE, MARGIN, TreeSizes
+from eagle_engine.tree_sizes import AFFORDABLE, FIRST_PROBE, LAST_PROBE, MARGIN, TreeSizes
 from helpers import assert_exact
 from test_step_graphs import CountingGraphs
 from tiny_engines import DRAFTERS, begin_requests, bigram_drafter, made_up_profile, make_engine, oracle_drafter, plain_tokens, random_drafter, tiny_target
@@ -254,6 +254,32 @@ def test_large_batches_get_smaller_trees():
         drive(sizes, 300, 0.7, 0.7, batch=batch)
         nodes.append(sizes.decision.shape.num_nodes)
     assert nodes[0] > nodes[1]
+
+
+def test_nothing_dear_is_grown_for_what_it_tells():
+    """Where nodes are dear, at large batches, a look at the deepest trees would cost many plain steps."""
+    for batch, promised in ((1, 0.6), (8, 0.6), (8, 0.9), (8, 0.05)):
+        sizes = sizes_with(node=0.2, level=0.02)
+        chosen = drive(sizes, 1500, promised, promised, batch=batch)
+        plain = sizes.profile.seconds(0, batch, 100)
+        rates = {sizes.shapes.index(candidate.shape): candidate.tokens_per_second for candidate in sizes.decision.candidates}
+        for index in set(chosen):
+            assert sizes.profile.seconds(index, batch, 100) <= AFFORDABLE * plain or rates[index] > 0.8 * rates[0], (batch, promised, index)
+        spent = sum(sizes.profile.seconds(index, batch, 100) for index in chosen)
+        assert spent <= 1500 * plain * 1.02 or promised > 0.5
+
+
+def test_a_gain_that_comes_and_goes_does_not_start_probing_over():
+    """A few steps that pay do not mean that the drafter is worth trying every 32 steps from then on."""
+    sizes = sizes_with(node=0.2)
+    gains, chosen = [[]], []
+    for step in range(3000):
+        index = sizes.choose(gains, 100)
+        chosen.append(index)
+        lucky = chosen.count(index) % 3 == 0
+        measured = [(0.9 if lucky else 0.05) if shape.max_depth <= sizes.shapes[index].max_depth else -1.0 for shape in sizes.shapes[1:]]
+        gains = [sizes.observe(index, [], measured, 0)]
+    assert sum(index > 0 for index in chosen[1000:]) < 2000 / LAST_PROBE + 30
 
 
 def test_a_long_context_counts():
