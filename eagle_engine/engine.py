@@ -308,7 +308,10 @@ class Engine:
         shape = self._choose_shape(running)
         if eager:
             observe = None if self._observer is None else partial(self._observer, [request.request_id for request in running])
-            run_step(self._models_of(shape), self.state, len(running), self.timer, observe, [request.updated_processor() for request in running], most_pending)
+            looks = self.sizes is None or self.sizes.wants_gains
+            if not looks:
+                self.state.gains[: len(running)] = -1
+            run_step(self._models_of(shape, looks), self.state, len(running), self.timer, observe, [request.updated_processor() for request in running], most_pending)
             self._deliver(running, shape, self.state.outputs)
         else:
             # What is read is the step before: the one that runs while a sequence turns out to have ended is thrown away.
@@ -318,8 +321,8 @@ class Engine:
             if before is not None:
                 self._deliver(*before[0], before[1])
 
-    def _models_of(self, shape: int) -> Models:
-        return self.models if shape == len(self.shapes) - 1 else self.models._replace(shape=self.shapes[shape])
+    def _models_of(self, shape: int, measures_gains: bool = True) -> Models:
+        return self.models._replace(shape=self.shapes[shape], sizes=self.models.sizes if measures_gains else ())
 
     def _choose_shape(self, running: list[Request]) -> int:
         """Index of the tree of this step; the drafter is brought up to what the tree needs."""

@@ -9,15 +9,18 @@ from typing import NamedTuple
 from eagle_engine.cost_profile import CostProfile
 from eagle_engine.tree_shape import TreeShape
 
-RECENT = 0.1  # weight of the last step in a request's own estimate (the best of those tried on recorded steps, by little: bench/NOTES.md)
-LASTING = 0.02  # and in the estimate that all requests share, which new ones start from
+RECENT = 0.3  # weight of the last look in a request's own estimate
+LASTING = 0.05  # and in the estimate that all requests share, which new ones start from
 TRUST_STEPS = 2.0  # drafts for which the drafter's confidence is taken at its word before outcomes correct it
-TRUST_DECAY = 0.99
+TRUST_DECAY = 0.95
 FIRST_PROBE, LAST_PROBE = 32, 512  # steps of plain decoding before the drafter is tried again, doubled each time it does not pay
 SETTLED = 16  # steps with drafts in a row after which probing starts from FIRST_PROBE again
 REFRESH = 128  # steps with drafts after which a deep tree is grown again, for what is known of it
+KEPT = 8  # steps for which a choice stands while the same sequences run
+STEADY_ROWS = 64  # rows of context over which it does
 AFFORDABLE = 2.5  # plain steps that a tree may cost which is grown for what it tells
-MARGIN = 1.02  # by which drafting must promise to beat plain decoding: a gain smaller than this is lost in what the estimates do not see
+NEAR = 1.02  # of trees whose promises differ by less, the cheapest is grown: costs are surer than gains
+MARGIN = 1.05  # by which drafting must promise to beat plain decoding: a gain smaller than this is lost in what the estimates do not see
 
 
 class Candidate(NamedTuple):
@@ -40,7 +43,7 @@ class Candidate(NamedTuple):
 class Decision:
     """Why a step has the tree that it has.
 
-    reason      "best": most tokens per second; "probe", "refresh", "first": grown to learn what it brings; "off": no tree promises more than plain decoding
+    reason      "best": most tokens per second, or nearly; "probe", "refresh", "first": grown to learn what it brings; "off": no tree promises more than plain decoding
     candidates  what was compared; empty before anything is known
     """
 
@@ -69,11 +72,18 @@ class TreeSizes:
         self._shared: list[float | None] = [None] * (len(self.shapes) - 1)
         self._expected = self._accepted = 0.0
         self._plain_steps, self._probe_after, self._drafted_in_a_row, self._since_deep = 0, FIRST_PROBE, 0, 0
+        self._last, self._left = 0, 0  # the last choice, and steps for which it stands
+        self._same_as: tuple | None = None  # what it was made for
 
     @property
     def trust(self) -> float:
         """Drafts accepted for each that the drafter's confidence promised."""
         return (self._accepted + TRUST_STEPS) / (self._expected + TRUST_STEPS)
+
+    @property
+    def wants_gains(self) -> bool:
+        """Whether the step that was chosen last is to measure what other trees would have brought: the next choice is made anew."""
+        return self._last > 0 and self._left == 0
 
     def choose(self, gains: Sequence[list[float | None]], context: float) -> int:
         """Index of the shape for the next step.
@@ -82,6 +92,12 @@ class TreeSizes:
         context  mean number of committed rows
         """
         batch = len(gains)
+        # Looking and deciding cost a few percent of a step; what they find turns out much the same a few steps later. While nothing is drafted nothing new is learned at all.
+        same = self._same_as is not None and self._same_as == (tuple(map(id, gains)), int(context) // STEADY_ROWS)
+        if same and (self._plain_steps < self._probe_after if self._last == 0 else self._left > 0):
+            self._left -= 1
+            self._count(self._last, self.decision.reason, 0)
+            return self._last
         costs = [self.profile.seconds(i, batch, context) for i in range(len(self.shapes))]
         # What tells most: the deepest tree that does not cost too much here, of these the cheapest.
         deep = max((i for i in range(1, len(costs)) if costs[i] <= AFFORDABLE * costs[0]), key=lambda i: (self.shapes[i].max_depth, -costs[i]), default=costs.index(min(costs[1:]), 1))
@@ -90,7 +106,8 @@ class TreeSizes:
         if not drafting:
             index, reason = deep, "first"
         else:
-            best = max(drafting, key=lambda i: candidates[i].tokens_per_second)
+            most = max(candidates[i].tokens_per_second for i in drafting)
+            best = min((i for i in drafting if NEAR * candidates[i].tokens_per_second >= most), key=lambda i: costs[i])
             pays = candidates[best].tokens_per_second > MARGIN * candidates[0].tokens_per_second
             index, reason = (best, "best") if pays else (0, "off")
             if not pays and self._plain_steps >= self._probe_after:
@@ -98,6 +115,8 @@ class TreeSizes:
             elif pays and self._since_deep >= REFRESH:
                 index, reason = deep, "refresh"
         self._count(index, reason, deep)
+        self._last, self._left = index, KEPT - 1 if reason == "best" else 0
+        self._same_as = (tuple(map(id, gains)), int(context) // STEADY_ROWS) if reason in ("best", "off") else None
         self.decision = Decision(self.shapes[index], reason, batch, context, [candidate for candidate in candidates if candidate is not None])
         return index
 
@@ -111,17 +130,17 @@ class TreeSizes:
         self._plain_steps, self._drafted_in_a_row = 0, self._drafted_in_a_row + 1
         if self._drafted_in_a_row == SETTLED:
             self._probe_after = FIRST_PROBE
-        self._since_deep = 0 if self.shapes[index].max_depth >= self.shapes[deep].max_depth else self._since_deep + 1
+        self._since_deep = 0 if index == deep else self._since_deep + 1
 
     def observe(self, index: int, before: list[float | None], measured: list[float], accepted: int) -> list[float | None]:
         """Take the outcome of a step for one sequence; what is known of it from now on: drafts per step of each shape with drafts, None where nobody has grown one so deep.
 
         index     shape of the step
         before    what was known
-        measured  expected drafts of each shape with drafts, below 0: not known
+        measured  expected drafts of each shape with drafts, below 0: not known; all of them where the step did not look
         accepted  drafts that were accepted
         """
-        if index == 0:
+        if index == 0 or measured[index - 1] < 0:
             return before
         expected = measured[index - 1]
         self._expected = TRUST_DECAY * self._expected + expected

@@ -13,7 +13,7 @@ from eagle_engine.state import GAIN_UNITS
 from eagle_engine.step import PhaseTimer, draft, run_step
 from eagle_engine.tree_gains import measure_gains
 from eagle_engine.tree_shape import PLAIN, tree_shapes
-from eagle_engine.tree_sizes import AFFORDABLE, FIRST_PROBE, LAST_PROBE, MARGIN, TreeSizes
+from eagle_engine.tree_sizes import AFFORDABLE, FIRST_PROBE, KEPT, LAST_PROBE, MARGIN, NEAR, TreeSizes
 from helpers import assert_exact
 from test_step_graphs import CountingGraphs
 from tiny_engines import DRAFTERS, begin_requests, bigram_drafter, made_up_profile, make_engine, oracle_drafter, plain_tokens, random_drafter, tiny_target
@@ -234,9 +234,9 @@ def test_the_best_of_all_candidates_is_taken_and_a_small_gain_is_none():
         rates = {candidate.shape: candidate.tokens_per_second for candidate in decision.candidates}
         plain, best = rates[PLAIN], max(rate for shape, rate in rates.items() if shape is not PLAIN)
         if decision.reason == "best":
-            assert rates[decision.shape] == best > MARGIN * plain
+            assert rates[decision.shape] * NEAR >= best and rates[decision.shape] > MARGIN * plain
         elif decision.reason == "off":
-            assert best <= MARGIN * plain
+            assert best <= NEAR * MARGIN * plain
 
 
 def test_speculation_comes_back_when_the_drafter_does():
@@ -280,6 +280,27 @@ def test_a_gain_that_comes_and_goes_does_not_start_probing_over():
         measured = [(0.9 if lucky else 0.05) if shape.max_depth <= sizes.shapes[index].max_depth else -1.0 for shape in sizes.shapes[1:]]
         gains = [sizes.observe(index, [], measured, 0)]
     assert sum(index > 0 for index in chosen[1000:]) < 2000 / LAST_PROBE + 30
+
+
+def test_a_choice_stands_for_some_steps_and_what_others_would_bring_is_looked_at_in_the_last(monkeypatch):
+    target = tiny_target("llama")
+    prompt, params = random_tokens(1, 9), SamplingParams(temperature=0.0, max_tokens=180)
+    answer = plain_tokens(target, prompt, params)
+    engine = make_engine(target, oracle_drafter(target, prompt + answer, ranks=[0, 0, 1]), tree="adaptive")
+    looks = []
+    monkeypatch.setattr("eagle_engine.step.measure_gains", lambda *arguments: looks.append(measure_gains(*arguments)))
+    output = engine.generate([prompt], params)[0]
+    assert output.token_ids == answer and sum(engine.sizes.num_steps.values()) == output.stats.steps > 20
+    assert output.stats.steps / KEPT <= len(looks) < output.stats.steps / KEPT + 6
+    # Sequences that join are a reason to choose anew at once.
+    sizes, own = sizes_with(), []
+    drive(sizes, 60, 0.9, 0.9)
+    sizes.choose([own], 100)
+    first = sizes.decision
+    sizes.choose([own], 100)
+    assert sizes.decision is first and not sizes.wants_gains
+    sizes.choose([own, []], 100)
+    assert sizes.decision.batch == 2
 
 
 def test_a_long_context_counts():

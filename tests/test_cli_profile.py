@@ -13,6 +13,7 @@ from cli_runner import one_error, pair, prompts, run  # noqa: F401  (fixtures)
 from eagle_engine import EagleConfig, SamplingParams, cost_profile, scheduler
 from eagle_engine.cli import common, profile, tune
 from eagle_engine.cost_profile import CostProfile
+from eagle_engine.tree_sizes import MARGIN, NEAR
 from eagle_engine.engine import Engine
 from eagle_engine.machine_rates import Ceilings, measure_ceilings
 from eagle_engine.step_floors import Forward, draft_forwards, floor_seconds, target_weights, verify_forwards
@@ -136,10 +137,10 @@ def test_profile_json(run, prompts, made_up):
     (chosen,) = [row for row in decision["trees"] if row["chosen"]]
     for row in decision["trees"]:
         assert row["tokens_per_second"] == pytest.approx(row["expected_tokens"] / row["milliseconds"] * 1e3)
-        assert row is chosen or row["tokens_per_second"] <= 1.01 * chosen["tokens_per_second"]
+        assert row is chosen or row["tokens_per_second"] <= NEAR * MARGIN * chosen["tokens_per_second"]
     # What was drafted, and what came of it.
     drafted = sum(count for (_, num_nodes), count in runs.items() if num_nodes > 1)
-    assert sum(row["steps"] for row in result["acceptance_by_confidence"]) == drafted > 0
+    assert 0 < sum(row["steps"] for row in result["acceptance_by_confidence"]) < drafted  # of the steps that looked
     assert all(row["expected_from"] <= row["expected"] < row["expected_from"] + 0.5 for row in result["acceptance_by_confidence"])
     assert result["acceptance_length"] == pytest.approx(1 + sum(result["acceptance_by_depth"]))
     assert (result["preemptions"], result["cached_tokens"]) == (0, 0) and result["prompt_tokens"] > 0
