@@ -107,7 +107,7 @@ class TreeSizes:
             index, reason = deep, "first"
         else:
             most = max(candidates[i].tokens_per_second for i in drafting)
-            best = min((i for i in drafting if NEAR * candidates[i].tokens_per_second >= most), key=lambda i: costs[i])
+            best = min((i for i in drafting if NEAR * candidates[i].tokens_per_second >= most), key=lambda i: (costs[i], -candidates[i].tokens))
             pays = candidates[best].tokens_per_second > MARGIN * candidates[0].tokens_per_second
             index, reason = (best, "best") if pays else (0, "off")
             if not pays and self._plain_steps >= self._probe_after:
