@@ -16,7 +16,7 @@ TRUST_DECAY = 0.95
 FIRST_PROBE, LAST_PROBE = 32, 512  # steps of plain decoding before the drafter is tried again, doubled each time it does not pay
 SETTLED = 16  # steps with drafts in a row after which probing starts from FIRST_PROBE again
 REFRESH = 128  # steps with drafts after which a deep tree is grown again, for what is known of it
-KEPT = 8  # steps for which a choice stands while the same sequences run
+KEPT = 8  # steps for which a choice stands while the same sequences run, once drafting has settled: before, every outcome counts
 STEADY_ROWS = 64  # rows of context over which it does
 AFFORDABLE = 2.5  # plain steps that a tree may cost which is grown for what it tells
 NEAR = 1.02  # of trees whose promises differ by less, the cheapest is grown: costs are surer than gains
@@ -115,7 +115,7 @@ class TreeSizes:
             elif pays and self._since_deep >= REFRESH:
                 index, reason = deep, "refresh"
         self._count(index, reason, deep)
-        self._last, self._left = index, KEPT - 1 if reason == "best" else 0
+        self._last, self._left = index, KEPT - 1 if reason == "best" and self._drafted_in_a_row >= SETTLED else 0
         self._same_as = (tuple(map(id, gains)), int(context) // STEADY_ROWS) if reason in ("best", "off") else None
         self.decision = Decision(self.shapes[index], reason, batch, context, [candidate for candidate in candidates if candidate is not None])
         return index

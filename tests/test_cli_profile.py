@@ -140,7 +140,7 @@ def test_profile_json(run, prompts, made_up):
         assert row is chosen or row["tokens_per_second"] <= NEAR * MARGIN * chosen["tokens_per_second"]
     # What was drafted, and what came of it.
     drafted = sum(count for (_, num_nodes), count in runs.items() if num_nodes > 1)
-    assert 0 < sum(row["steps"] for row in result["acceptance_by_confidence"]) < drafted  # of the steps that looked
+    assert 0 < sum(row["steps"] for row in result["acceptance_by_confidence"]) <= drafted  # of the steps that looked
     assert all(row["expected_from"] <= row["expected"] < row["expected_from"] + 0.5 for row in result["acceptance_by_confidence"])
     assert result["acceptance_length"] == pytest.approx(1 + sum(result["acceptance_by_depth"]))
     assert (result["preemptions"], result["cached_tokens"]) == (0, 0) and result["prompt_tokens"] > 0
