@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import fields, replace
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 
@@ -14,14 +13,14 @@ from torch import Tensor
 from tqdm import tqdm
 
 from eagle_engine.config import EagleConfig
-from eagle_engine.cost_profile import LONG, SHORT, UNMEASURED, CostProfile, load_profile, measure_profile, profile_file, save_profile
+from eagle_engine.cost_profile import LONG, UNMEASURED, CostProfile, load_profile, profile_file, save_profile
 from eagle_engine.cuda_limits import check_device, check_limits
 from eagle_engine.drafter import Drafter
 from eagle_engine.errors import EagleError
 from eagle_engine.graphs import CudaGraphs, GraphApi, StepGraphs, VerifyGraphs, batch_buckets
+from eagle_engine.intake import Prompt, check_params, make_answers, read_prompt
 from eagle_engine.kv_cache import PagePool, make_kv_cache
 from eagle_engine.loading import DEMO, config_of, default_max_model_len, load_models, slack_rows
-from eagle_engine.logits_processing import make_processor
 from eagle_engine.observation import Observer
 from eagle_engine.outputs import CompletionOutput, RequestOutput, TextDelta
 from eagle_engine.prefill_attention import longest_chunk
@@ -36,8 +35,8 @@ from eagle_engine.target import TargetModel
 from eagle_engine.tokenizer import Tokenizer
 from eagle_engine.tree_shape import PLAIN, on_device, tree_shapes
 from eagle_engine.tree_sizes import TreeSizes
+from eagle_engine.tuning import measure_steps
 
-Prompt = str | list[int]
 MAX_BEHIND = 64  # pairs that the drafter may be behind while nothing is drafted; then it takes them all at once, which costs a fraction of a percent of the steps in between
 
 
@@ -215,7 +214,7 @@ class Engine:
         if len(params) != len(prompts):
             raise EagleError(f"sampling_params: expected one, or {len(prompts)} for as many prompts, got {len(params)}")
         for param in params:
-            _check_params(param)
+            check_params(param)
         requests: list[Request | RequestOutput] = []
         mine: list[Request] = []
         with tqdm(total=sum(param.n for param in params), desc="generating", unit="answer", disable=not progress, leave=False) as bar:
@@ -249,7 +248,7 @@ class Engine:
         """The answer in pieces, as each step emits them; joined, their texts are the text of `generate`. Closing the iterator ends the request. EagleError, after the last piece, when
         something went wrong."""
         sampling_params = SamplingParams() if sampling_params is None else sampling_params
-        _check_params(sampling_params)
+        check_params(sampling_params)
         if sampling_params.n > 1:
             raise EagleError(f"n: a stream has one answer, got n {sampling_params.n}; use generate")
         request = self._enqueue(prompt, sampling_params, held=True)
@@ -366,45 +365,31 @@ class Engine:
 
     def _enqueue(self, prompt: Prompt, sampling_params: SamplingParams, held: bool) -> Request:
         """The first of its answers. held: whoever queued the request keeps it and reads its output there, instead of from `step`."""
-        _check_params(sampling_params)
-        if not isinstance(prompt, (str, list, tuple)):
-            raise EagleError(f"prompt: expected a text or a list of token ids, got {type(prompt).__name__}")
-        text = prompt if isinstance(prompt, str) else None
-        ids = self._need_tokenizer().encode(prompt) if isinstance(prompt, str) else list(prompt)
-        if not ids:
-            raise EagleError("the prompt is empty: expected at least one token")
-        vocab_size = self.models.target.config.vocab_size
-        bad = [i for i in ids if isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < vocab_size]
-        if bad:
-            raise EagleError(f"the prompt holds {bad[0]!r}: expected token ids from 0 to {vocab_size - 1}")
-        if sampling_params.stop_strings and self.tokenizer is None:
-            raise EagleError("stop strings need a tokenizer, and this engine has none")
-        room = self.max_model_len - len(ids)
-        if room < 1:
-            raise EagleError(f"the prompt has {len(ids)} tokens, which leaves no room for an answer in max_model_len {self.max_model_len}")
-        limit = min(sampling_params.max_tokens, room)
+        check_params(sampling_params)
+        text, ids = read_prompt(prompt, self.tokenizer, self.models.target.config.vocab_size)
+        limit = min(sampling_params.max_tokens, self._room_for(ids))
         needed = self.pages.pages_for(len(ids) + limit + self._step_rows)
         if needed > self.pages.num_pages:
             raise EagleError(f"the request needs {needed} pages of the KV cache, which has {self.pages.num_pages}; ask for fewer tokens or raise num_pages")
         self._check_steps_can(sampling_params)
-        seed = secrets.randbits(63) if sampling_params.seed is None else sampling_params.seed
-        request_id, answers = self._next_request_id(), []
-        for index in range(sampling_params.n):
-            params = sampling_params if index == 0 else replace(sampling_params, prompt_logprobs=None)  # the first answer has them for all
-            wrapped = (seed + index + 2**63) % 2**64 - 2**63
-            answer = Request(request_id, text, ids, params, wrapped, limit, self.tokenizer, self.eos_token_ids, held=held, index=index, answers=answers)
-            answer.processor = make_processor(ids, params, vocab_size, answer.stop_token_ids, self._grammars, self.tokenizer, self.models.target.device)
-            answers.append(answer)
+        if sampling_params.stop_strings and self.tokenizer is None:
+            raise EagleError("stop strings need a tokenizer, and this engine has none")
+        answers = make_answers(self._next_request_id(), text, ids, sampling_params, limit, self.tokenizer, self.eos_token_ids, self._grammars, self.models.target, held)
         for answer in answers:
             self.scheduler.add(answer)
         return answers[0]
+
+    def _room_for(self, prompt_ids: list[int]) -> int:
+        room = self.max_model_len - len(prompt_ids)
+        if room < 1:
+            raise EagleError(f"the prompt has {len(prompt_ids)} tokens, which leaves no room for an answer in max_model_len {self.max_model_len}")
+        return room
 
     def _check_steps_can(self, params: SamplingParams) -> None:
         asked = ", ".join((*params.changes_logits, *params.tells_logprobs))
         if asked and self.models.rejection and self.models.shape.levels:
             raise EagleError(f'{asked}: not with acceptance "rejection"; use "exact"')
 
-    @torch.inference_mode()
     def tune(self, progress: Callable[[str], None] = lambda _: None) -> CostProfile:
         """Measure what a step costs for each tree that this engine may grow, and keep it for the next engine of these models on this machine. EagleError unless the tree is adaptive and nothing is running."""
         if len(self.shapes) == 1:
@@ -412,30 +397,7 @@ class Engine:
         if not self.scheduler.is_empty:
             raise EagleError("the engine cannot be tuned while it answers requests")
         self._settle()
-        context = self._profiled_rows
-        pages = self.pages.take(min(self.pages.num_free, max(self.pages.pages_for(SHORT + self._step_rows) * self.config.max_batch_size, self.pages.pages_for(context + self._step_rows))))
-        for cache in (self.state.target_cache, self.state.draft_cache):
-            cache[:, :, pages] = 0  # memory that was never written would be read faster
-
-        def prepare(batch: int, context: int) -> None:
-            width = self.pages.pages_for(context + self._step_rows)
-            for slot in range(batch):
-                self.state.clear(slot)
-                own = [pages[(slot * width + i) % len(pages)] for i in range(width)]
-                self.state.page_table[slot, :width] = torch.tensor(own, dtype=torch.int32, device=self.models.target.device)
-                self.state.seq_lens[slot] = context
-
-        def step(batch: int, shape: int) -> None:
-            if self._graphs is None:
-                self._run_dummies(batch, shape)
-            else:
-                self._graphs.replay(batch, shape)
-                self._graphs.api.wait(self._graphs.api.copy_to_host(self.state.outputs, self._graphs.api.host_buffer(self.state.outputs)))
-
-        profile = measure_profile(prepare, step, self.shapes, batch_buckets(self.config.max_batch_size), context, progress)
-        for slot in range(self.config.max_batch_size):
-            self.state.clear(slot)
-        self.pages.give_back(pages)
+        profile = measure_steps(self.state, self.pages, self.shapes, self._step_rows, self._profiled_rows, self._run_dummies_and_wait, progress)
         save_profile(self.profile_file, profile)
         self.sizes = TreeSizes(self.shapes, profile)
         return profile
@@ -458,6 +420,12 @@ class Engine:
         with tqdm(total=len(batch_buckets(self.config.max_batch_size)) + 1, desc="measuring what trees cost here, once", disable=not progress, leave=False) as bar:
             return self.tune(lambda _: bar.update())
 
+    def _run_dummies_and_wait(self, batch: int, shape: int) -> None:
+        if self._graphs is None:
+            self._run_dummies(batch, shape)
+        else:
+            self._graphs.replay_and_wait(batch, shape)
+
     def _run_dummies(self, batch: int, shape: int) -> None:
         run_step(self._models_of(shape), self.state, batch, PhaseTimer())
 
@@ -469,8 +437,3 @@ class Engine:
     def _next_request_id(self) -> int:
         self._next_id += 1
         return self._next_id - 1
-
-
-def _check_params(sampling_params: SamplingParams) -> None:
-    if not isinstance(sampling_params, SamplingParams):
-        raise EagleError(f"sampling_params: expected SamplingParams, got {type(sampling_params).__name__}")

@@ -95,6 +95,10 @@ class StepGraphs:
         """One step over the first `batch` slots and, up to the next bucket, dummies."""
         self.api.replay(self._graphs[next(bucket for bucket in self.buckets if bucket >= batch), shape])
 
+    def replay_and_wait(self, batch: int, shape: int = 0) -> None:
+        self.replay(batch, shape)
+        self.api.wait(self.api.copy_to_host(self._outputs, self._host_outputs[0]))
+
     def launch(self, batch: int, tag: Tag, shape: int = 0) -> tuple[Tag, Tensor] | None:
         """Send a step on its way; the tag and the outputs of the step before it, if there was one. So the device never waits for the host, and the host waits for a step that is probably over."""
         self.replay(batch, shape)

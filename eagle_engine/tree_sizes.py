@@ -11,7 +11,7 @@ from eagle_engine.tree_shape import TreeShape
 
 RECENT = 0.3  # weight of the last look in a request's own estimate
 LASTING = 0.05  # and in the estimate that all requests share, which new ones start from
-TRUST_STEPS = 2.0  # drafts for which the drafter's confidence is taken at its word before outcomes correct it
+TRUSTED_DRAFTS = 2.0  # drafts for which the drafter's confidence is taken at its word before outcomes correct it
 TRUST_DECAY = 0.95
 FIRST_PROBE, LAST_PROBE = 32, 512  # steps of plain decoding before the drafter is tried again, doubled each time it does not pay
 SETTLED = 16  # steps with drafts in a row after which probing starts from FIRST_PROBE again
@@ -44,7 +44,7 @@ class Decision:
     """Why a step has the tree that it has.
 
     reason      "best": most tokens per second, or nearly; "probe", "refresh", "first": grown to learn what it brings; "off": no tree promises more than plain decoding
-    candidates  what was compared; empty before anything is known
+    candidates  what was compared: trees of which something is known, and plain decoding
     """
 
     shape: TreeShape
@@ -58,7 +58,7 @@ class TreeSizes:
     """Chooses a shape for each step, for all running sequences together. Everything it knows is known one step late, and the text does not depend on it.
 
     The expected number of accepted drafts of a shape is the sum of path confidences over its nodes, as `tree_gains` reads it off the pool of the step before, kept per request and for all; what of it came
-    true (`trust`) corrects it. Of shapes deeper than the last tree a request keeps what it knows, in proportion to how the shallow ones have changed since.
+    true (`trust`) corrects it. A shape deeper than the last tree is expected to have what all requests had of it, in proportion to what this one had of the last tree.
 
     shapes  the first is plain decoding
     """
@@ -72,13 +72,13 @@ class TreeSizes:
         self._shared: list[float | None] = [None] * (len(self.shapes) - 1)
         self._expected = self._accepted = 0.0
         self._plain_steps, self._probe_after, self._drafted_in_a_row, self._since_deep = 0, FIRST_PROBE, 0, 0
-        self._last, self._left = 0, 0  # the last choice, and steps for which it stands
-        self._same_as: tuple | None = None  # what it was made for
+        self._last, self._left, self._deep = 0, 0, 0  # the last choice, steps for which it stands, the tree that tells most
+        self._made_for: tuple[list, int] | None = None  # the sequences, by what is known of them, and the context that it stands for
 
     @property
     def trust(self) -> float:
         """Drafts accepted for each that the drafter's confidence promised."""
-        return (self._accepted + TRUST_STEPS) / (self._expected + TRUST_STEPS)
+        return (self._accepted + TRUSTED_DRAFTS) / (self._expected + TRUSTED_DRAFTS)
 
     @property
     def wants_gains(self) -> bool:
@@ -93,14 +93,13 @@ class TreeSizes:
         """
         batch = len(gains)
         # Looking and deciding cost a few percent of a step; what they find turns out much the same a few steps later. While nothing is drafted nothing new is learned at all.
-        same = self._same_as is not None and self._same_as == (tuple(map(id, gains)), int(context) // STEADY_ROWS)
-        if same and (self._plain_steps < self._probe_after if self._last == 0 else self._left > 0):
+        if self._stands_for(gains, context) and (self._plain_steps < self._probe_after if self._last == 0 else self._left > 0):
             self._left -= 1
-            self._count(self._last, self.decision.reason, 0)
+            self._count(self._last, self.decision.reason)
             return self._last
         costs = [self.profile.seconds(i, batch, context) for i in range(len(self.shapes))]
         # What tells most: the deepest tree that does not cost too much here, of these the cheapest.
-        deep = max((i for i in range(1, len(costs)) if costs[i] <= AFFORDABLE * costs[0]), key=lambda i: (self.shapes[i].max_depth, -costs[i]), default=costs.index(min(costs[1:]), 1))
+        self._deep = deep = max((i for i in range(1, len(costs)) if costs[i] <= AFFORDABLE * costs[0]), key=lambda i: (self.shapes[i].max_depth, -costs[i]), default=costs.index(min(costs[1:]), 1))
         candidates = self._candidates(gains, costs)
         drafting = [i for i, candidate in enumerate(candidates) if i > 0 and candidate is not None]
         if not drafting:
@@ -114,13 +113,20 @@ class TreeSizes:
                 index, reason = min(drafting, key=lambda i: costs[i]), "probe"  # the cheapest look at how sure the drafter is
             elif pays and self._since_deep >= REFRESH:
                 index, reason = deep, "refresh"
-        self._count(index, reason, deep)
+        self._count(index, reason)
         self._last, self._left = index, KEPT - 1 if reason == "best" and self._drafted_in_a_row >= SETTLED else 0
-        self._same_as = (tuple(map(id, gains)), int(context) // STEADY_ROWS) if reason in ("best", "off") else None
+        self._made_for = (list(gains), int(context) // STEADY_ROWS) if reason in ("best", "off") else None
         self.decision = Decision(self.shapes[index], reason, batch, context, [candidate for candidate in candidates if candidate is not None])
         return index
 
-    def _count(self, index: int, reason: str, deep: int) -> None:
+    def _stands_for(self, gains: Sequence[list[float | None]], context: float) -> bool:
+        """Whether the last choice was made for these very lists: `observe` returns another one when something has been learned, and new sequences have their own."""
+        if self._made_for is None:
+            return False
+        lists, rows = self._made_for
+        return rows == int(context) // STEADY_ROWS and len(lists) == len(gains) and all(a is b for a, b in zip(lists, gains))
+
+    def _count(self, index: int, reason: str) -> None:
         self.num_steps[index] += 1
         if index == 0:
             self._plain_steps, self._drafted_in_a_row = self._plain_steps + 1, 0
@@ -130,7 +136,7 @@ class TreeSizes:
         self._plain_steps, self._drafted_in_a_row = 0, self._drafted_in_a_row + 1
         if self._drafted_in_a_row == SETTLED:
             self._probe_after = FIRST_PROBE
-        self._since_deep = 0 if index == deep else self._since_deep + 1
+        self._since_deep = 0 if index == self._deep else self._since_deep + 1
 
     def observe(self, index: int, before: list[float | None], measured: list[float], accepted: int) -> list[float | None]:
         """Take the outcome of a step for one sequence; what is known of it from now on: drafts per step of each shape with drafts, None where nobody has grown one so deep.

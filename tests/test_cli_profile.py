@@ -10,15 +10,14 @@ import eagle_engine.engine as engine_module
 import pytest
 import torch
 from cli_runner import one_error, pair, prompts, run  # noqa: F401  (fixtures)
-from eagle_engine import EagleConfig, SamplingParams, cost_profile, scheduler
+from eagle_engine import EagleConfig, SamplingParams, cost_profile, scheduler, tree_sizes, tuning
 from eagle_engine.cli import common, profile, tune
 from eagle_engine.cost_profile import CostProfile
-from eagle_engine.tree_sizes import MARGIN, NEAR
 from eagle_engine.engine import Engine
 from eagle_engine.machine_rates import Ceilings, measure_ceilings
 from eagle_engine.step_floors import Forward, draft_forwards, floor_seconds, target_weights, verify_forwards
 from eagle_engine.tree_shape import PLAIN, tree_shape, tree_shapes
-from eagle_engine.tree_sizes import Decision
+from eagle_engine.tree_sizes import MARGIN, NEAR, Decision
 from test_step_graphs import graphed
 from tiny_engines import bigram_drafter, make_engine, made_up_profile, random_drafter, random_eagle3, tiny_target
 from tiny_targets import random_tokens
@@ -63,7 +62,7 @@ def test_tune_measures_once_and_anew(run, cache, monkeypatch):
     first, second = made_up_measurement(), made_up_measurement(3.0)
     results = []
     for measure in (first, second):
-        monkeypatch.setattr(engine_module, "measure_profile", measure)
+        monkeypatch.setattr(tuning, "measure_profile", measure)
         status, out, _ = run("tune", "--batch-size", 2, *SIZES, "--json")
         results.append(json.loads(out))
         (file,) = (cache / "profiles").iterdir()
@@ -75,7 +74,7 @@ def test_tune_measures_once_and_anew(run, cache, monkeypatch):
 
 
 def test_tune_table(run, monkeypatch):
-    monkeypatch.setattr(engine_module, "measure_profile", made_up_measurement())
+    monkeypatch.setattr(tuning, "measure_profile", made_up_measurement())
     status, out, err = run("tune", "--batch-size", 3, *SIZES)
     lines = out.splitlines()
     assert status == 0 and "kept in " in err and "at most 3 sequences" in err
@@ -95,7 +94,7 @@ def test_tune_measures_for_real(run):
 
 
 def test_tune_whose_result_cannot_be_kept_says_so(run, tmp_path, monkeypatch):
-    monkeypatch.setattr(engine_module, "measure_profile", made_up_measurement())
+    monkeypatch.setattr(tuning, "measure_profile", made_up_measurement())
     (tmp_path / "file").write_text("")
     monkeypatch.setattr(cost_profile, "cache_directory", lambda: tmp_path / "file")
     status, out, err = run("tune", *SIZES, "--json")
@@ -250,6 +249,21 @@ def test_profile_of_answers_without_a_step(run, prompts, made_up):
     result = json.loads(run("profile", *options, "--json")[1])
     assert (result["tokens"], result["shapes"], result["decision"], result["acceptance_by_depth"]) == (3, [], None, [])
     assert "no step was run" in run("profile", *options)[1]
+
+
+def test_trees_of_which_nothing_is_known_keep_their_rows():
+    """Where deep trees are too dear to try, the decision compares the others; each row is that of its own tree, and the one that is grown to learn of it is marked though it promises nothing yet."""
+    target = tiny_target("llama")
+    engine = make_engine(target, random_drafter(target), tree="adaptive")
+    known = [tree_sizes.Candidate(shape, 1.0 + index, 0.5) for index, shape in enumerate(engine.shapes) if shape.max_depth != 2]
+    for chosen, reason in ((3, "best"), (len(engine.shapes) - 1, "best"), (5, "refresh")):
+        engine.sizes.num_steps[chosen] = 7
+        result = profile._decision(engine, Decision(engine.shapes[chosen], reason, 1, 50.0, known))
+        assert [(row["max_depth"], row["num_nodes"]) for row in result["trees"]] == [(shape.max_depth, shape.num_nodes) for shape in engine.shapes]
+        for index, row in enumerate(result["trees"]):
+            assert row["expected_tokens"] == (None if engine.shapes[index].max_depth == 2 else 1.0 + index)
+            assert row["chosen"] == (index == chosen) and row["runs"] == engine.sizes.num_steps[index]
+        assert sum(line.startswith("* ") for line in profile._decision_table(result)) == 1
 
 
 # The floors

@@ -173,9 +173,10 @@ def report(engine: Engine, outputs: list[RequestOutput], times: dict[Size, Shape
 
 def _decision(engine: Engine, decision: Decision) -> dict:
     """Of the last step, with a row for each tree that there is: how often it was run, and what it promised when trees were compared."""
-    candidates = decision.candidates or [None] * len(engine.shapes)
+    candidates = {(one.shape.max_depth, one.shape.num_nodes): one for one in decision.candidates}
     rows = []
-    for index, (shape, one) in enumerate(zip(engine.shapes, candidates)):
+    for index, shape in enumerate(engine.shapes):
+        one = candidates.get((shape.max_depth, shape.num_nodes))
         promised = (None, None, None) if one is None else (one.tokens, one.seconds * 1e3, one.tokens_per_second)
         rows.append(
             {"max_depth": shape.max_depth, "num_nodes": shape.num_nodes, "runs": engine.sizes.num_steps[index]}
