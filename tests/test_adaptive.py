@@ -301,6 +301,11 @@ def test_a_choice_stands_for_some_steps_and_what_others_would_bring_is_looked_at
     assert sizes.decision is first and not sizes.wants_gains
     sizes.choose([own, []], 100)
     assert sizes.decision.batch == 2
+    # So are one that takes the place of another, and many more rows.
+    for gains, context in (([own], 100), ([[]], 100), ([[]], 500)):
+        before = sizes.decision
+        sizes.choose(gains, context)
+        assert sizes.decision is not before
 
 
 def test_a_long_context_counts():
