@@ -6,12 +6,11 @@ import pytest
 import torch
 from eagle_engine import SamplingParams
 from eagle_engine.kv_cache import PagePool
-from eagle_engine.step import draft
 from helpers import assert_exact
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_step_graphs import graphed
-from tiny_engines import DRAFTERS, TREES, begin_requests, bigram_drafter, make_engine, plain_tokens, random_drafter, tiny_target
+from tiny_engines import DRAFTERS, TREES, bigram_drafter, first_draft, make_engine, plain_tokens, random_drafter, tiny_target
 from tiny_targets import random_tokens
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
@@ -171,12 +170,7 @@ def test_a_prefix_hit_gives_the_same_drafts_as_a_cold_run(kind, length):
     prompt = random_tokens(40, length)
     warm, cold = (make_engine(target, drafter, page_size=16, **TREES["dynamic"]) for _ in range(2))
     warm.generate([prompt[:33] + random_tokens(41, 20)], GREEDY)
-    pools = []
-    for engine in (warm, cold):
-        engine.add_request(prompt, GREEDY)
-        begin_requests(engine)
-        with torch.inference_mode():
-            pools.append(draft(engine.models, engine.state, 1)[0])
+    pools = [first_draft(engine, prompt, GREEDY) for engine in (warm, cold)]
     found = warm.scheduler.running[0]._num_cached
     assert found == (16 if length < 33 else 32)  # the pair of row 31 is made of token 32
     assert cold.scheduler.running[0]._num_cached == 0

@@ -12,10 +12,11 @@ from eagle_engine.checkpoint import open_checkpoint
 from eagle_engine.cost_profile import CostProfile
 from eagle_engine.drafter import Drafter
 from eagle_engine.drafter_format import parse_drafter_config
+from eagle_engine.step import draft
 from eagle_engine.target import TargetModel
 from eagle_engine.graphs import batch_buckets
 from eagle_engine.tree_shape import PLAIN, tree_shapes
-from eagle_kernels import HeadTopK, PackedWeight, logits_topk, unpack_weight
+from eagle_kernels import DraftPool, HeadTopK, PackedWeight, logits_topk, unpack_weight
 from tiny_targets import save_directory
 from torch import Tensor
 
@@ -180,6 +181,14 @@ def begin_requests(engine: Engine) -> None:
     for request in engine.scheduler.running:
         longest = engine.pages.pages_for(len(request.prompt_ids) + request.limit + engine.scheduler._step_rows)
         engine.scheduler._grow(request, longest - len(request.pages))
+
+
+@torch.inference_mode()
+def first_draft(engine: Engine, prompt: list[int], params: SamplingParams) -> DraftPool:
+    """The pool of the first draft behind a prompt, in an engine where nothing else runs."""
+    engine.add_request(prompt, params)
+    begin_requests(engine)
+    return draft(engine.models, engine.state, 1)[0]
 
 
 def plain_tokens(target: TargetModel, prompt: list[int], params: SamplingParams, **options) -> list[int]:
