@@ -162,8 +162,8 @@ class Engine:
 
     @property
     def memory_bytes(self) -> dict[str, int]:
-        """What the engine has allocated for good, by purpose: weights of the target and (its own alone) of the drafter, KV cache, and the buffers of a step. Activations come on top: on CUDA they belong to
-        the captured graphs."""
+        """What the engine has allocated for good, by purpose: weights of the target and (its own alone) of the drafter, KV cache, and the buffers of a step. Activations come on top: they belong to
+        the captured graphs on CUDA, to the recordings of the verify forward on the CPU, with logits for the largest batch of the largest trees."""
         caches = [cache for cache in (self.state.target_cache, self.state.draft_cache) if cache is not None]
         buffers = [getattr(self.state, field.name) for field in fields(self.state) if field.name not in ("output_ring", "gains")]  # views of outputs
         drafter = self.models.drafter
