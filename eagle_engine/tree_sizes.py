@@ -9,18 +9,21 @@ from typing import NamedTuple
 from eagle_engine.cost_profile import CostProfile
 from eagle_engine.tree_shape import TreeShape
 
-RECENT = 0.3  # weight of the last look in a request's own estimate
-LASTING = 0.05  # and in the estimate that all requests share, which new ones start from
+RECENT = 0.15  # weight of the last look in a request's own estimate
+LASTING = 0.05  # and in the estimate that all requests share, which new ones start from: the mean of the first 1 / LASTING looks, then a slow average
 TRUSTED_DRAFTS = 2.0  # drafts for which the drafter's confidence is taken at its word before outcomes correct it
-TRUST_DECAY = 0.95
+TRUST_DECAY = 0.99  # per look: at large batches a step brings many
 FIRST_PROBE, LAST_PROBE = 32, 512  # steps of plain decoding before the drafter is tried again, doubled each time it does not pay
 SETTLED = 16  # steps with drafts in a row after which probing starts from FIRST_PROBE again
+DEEP_LOOKS = 8  # at the deepest trees in the beginning, one per sequence and step: a single one may mislead for a thousand steps
+FEW_LOOKS = 3  # after which these end when drafting does not promise to pay
 REFRESH = 128  # steps with drafts after which a deep tree is grown again, for what is known of it
 KEPT = 8  # steps for which a choice stands while the same sequences run, once drafting has settled: before, every outcome counts
 STEADY_ROWS = 64  # rows of context over which it does
 AFFORDABLE = 2.5  # plain steps that a tree may cost which is grown for what it tells
-NEAR = 1.02  # of trees whose promises differ by less, the cheapest is grown: costs are surer than gains
+NEAR = 1.01  # of trees whose promises differ by less, the cheapest is grown: costs are surer than gains
 MARGIN = 1.05  # by which drafting must promise to beat plain decoding: a gain smaller than this is lost in what the estimates do not see
+STAYS = 1.01  # and once it is on: estimates waver by a few percent, and each time it goes off by mistake costs FIRST_PROBE steps
 
 
 class Candidate(NamedTuple):
@@ -43,7 +46,7 @@ class Candidate(NamedTuple):
 class Decision:
     """Why a step has the tree that it has.
 
-    reason      "best": most tokens per second, or nearly; "probe", "refresh", "first": grown to learn what it brings; "off": no tree promises more than plain decoding
+    reason      "best": most tokens per second, or nearly; "first", "probe", "refresh": grown to learn what it brings; "off": no tree promises more than plain decoding
     candidates  what was compared: trees of which something is known, and plain decoding
     """
 
@@ -58,7 +61,7 @@ class TreeSizes:
     """Chooses a shape for each step, for all running sequences together. Everything it knows is known one step late, and the text does not depend on it.
 
     The expected number of accepted drafts of a shape is the sum of path confidences over its nodes, as `tree_gains` reads it off the pool of the step before, kept per request and for all; what of it came
-    true (`trust`) corrects it. A shape deeper than the last tree is expected to have what all requests had of it, in proportion to what this one had of the last tree.
+    true (`trust`) corrects it. Of a shape deeper than the last tree nothing new is known: it is expected to bring what it brought before, in proportion to what the last tree brought, then and now.
 
     shapes  the first is plain decoding
     """
@@ -70,6 +73,7 @@ class TreeSizes:
         # By the confidence of the executed tree, in drafts (rounded down to halves): steps, sum of the expected, sum of the accepted.
         self.by_confidence: dict[float, list[float]] = {}
         self._shared: list[float | None] = [None] * (len(self.shapes) - 1)
+        self._num_looks = [0] * (len(self.shapes) - 1)
         self._expected = self._accepted = 0.0
         self._plain_steps, self._probe_after, self._drafted_in_a_row, self._since_deep = 0, FIRST_PROBE, 0, 0
         self._last, self._left, self._deep = 0, 0, 0  # the last choice, steps for which it stands, the tree that tells most
@@ -107,10 +111,12 @@ class TreeSizes:
         else:
             most = max(candidates[i].tokens_per_second for i in drafting)
             best = min((i for i in drafting if NEAR * candidates[i].tokens_per_second >= most), key=lambda i: (costs[i], -candidates[i].tokens))
-            pays = candidates[best].tokens_per_second > MARGIN * candidates[0].tokens_per_second
+            pays = candidates[best].tokens_per_second > (STAYS if self._last > 0 else MARGIN) * candidates[0].tokens_per_second
             index, reason = (best, "best") if pays else (0, "off")
             if not pays and self._plain_steps >= self._probe_after:
                 index, reason = min(drafting, key=lambda i: costs[i]), "probe"  # the cheapest look at how sure the drafter is
+            elif self._num_looks[deep - 1] < (DEEP_LOOKS if pays else FEW_LOOKS):
+                index, reason = deep, "first"
             elif pays and self._since_deep >= REFRESH:
                 index, reason = deep, "refresh"
         self._count(index, reason)
@@ -155,14 +161,22 @@ class TreeSizes:
         for i, value in enumerate((1, expected, accepted)):
             place[i] += value
         known = [value if value >= 0 else None for value in measured]
-        for i, value in enumerate(known):
-            if value is not None:
-                shared = self._shared[i]
-                self._shared[i] = value if shared is None else shared + LASTING * (value - shared)
+        self._share(known, index - 1)
         ratio = known[index - 1] / max(self._shared[index - 1], 1e-6)
         told = [value if value is not None or shared is None else ratio * shared for value, shared in zip(known, self._shared)]
         old = before or self._shared
         return [b if a is None else a + RECENT * (b - a) for a, b in zip(old, told)]
+
+    def _share(self, known: list[float | None], executed: int) -> None:
+        """Take one look into what all requests share. executed: place of the last tree, which is known."""
+        before = self._shared[executed]
+        for i, value in enumerate(known):
+            if value is not None:
+                self._num_looks[i] += 1
+                self._shared[i] = value if self._num_looks[i] == 1 else self._shared[i] + max(LASTING, 1 / self._num_looks[i]) * (value - self._shared[i])
+        if before:
+            grown = self._shared[executed] / before
+            self._shared = [shared * grown if value is None and shared is not None else shared for value, shared in zip(known, self._shared)]
 
     def _candidates(self, gains: Sequence[list[float | None]], costs: list[float]) -> list[Candidate | None]:
         """None: of such a tree nothing is known yet."""

@@ -106,20 +106,31 @@ def test_requests_that_join_while_nothing_is_drafted_are_not_behind():
     assert [outputs[i] for i in ids] == [plain_tokens(target, prompt, params) for prompt in prompts]
 
 
-def test_rows_that_the_drafter_has_missed_are_not_found_by_others():
+@pytest.mark.parametrize("tokens, cached", [(30, 8), (MAX_BEHIND + 20, 72)], ids=["behind", "caught-up-once"])
+def test_rows_that_the_drafter_has_missed_are_not_found_by_others(tokens, cached):
     """A request that ends while the drafter is behind leaves only what is final in both caches."""
     target = tiny_target("llama")
     drafter = random_drafter(target)
     engine = make_engine(target, drafter, tree="adaptive")
     engine.sizes.choose = lambda gains, context: 0
-    prompt, params = random_tokens(7, 10), SamplingParams(temperature=0.0, max_tokens=30)
+    prompt, params = random_tokens(7, 10), SamplingParams(temperature=0.0, max_tokens=tokens)
     answer = engine.generate([prompt], params)[0].token_ids
     turn = prompt + answer + [3]
     warm, cold = engine, make_engine(target, drafter, tree="adaptive")
     pools = [first_draft(one, turn, params) for one in (warm, cold)]
-    assert warm.scheduler.running[0].output().stats.num_cached_tokens == 8
+    assert warm.scheduler.running[0].output().stats.num_cached_tokens == cached
     for a, b in zip(*pools):
         assert_exact(a, b)
+
+
+def test_slots_without_a_request_miss_nothing():
+    """A captured step runs over its whole bucket: what dummies would miss has no room, however long nothing is drafted."""
+    target = tiny_target("llama")
+    prompts, params = [random_tokens(i, 9) for i in range(3)], SamplingParams(temperature=0.0, max_tokens=2 * MAX_BEHIND)
+    engine = make_engine(target, random_drafter(target), tree="adaptive", max_batch_size=4, graph_api=CountingGraphs())
+    engine.sizes.choose = lambda gains, context: 0
+    assert [output.token_ids for output in engine.generate(prompts, params)] == [plain_tokens(target, prompt, params) for prompt in prompts]
+    assert engine.state.num_missed.tolist() == [0] * 4
 
 
 # What trees of other sizes would have brought
