@@ -95,6 +95,24 @@ def test_the_latest_request_is_preempted_and_goes_on_first():
     assert order == sorted(ids.values())
 
 
+def test_a_preempted_request_knows_all_that_was_emitted(monkeypatch):
+    """What a captured step on its way has emitted is delivered first: nothing is computed twice."""
+    target = tiny_target("llama")
+    prompts, params = [random_tokens(20 + i, 8) for i in range(4)], SamplingParams(temperature=0.0, max_tokens=24)
+    engine = graphed(target, random_drafter(target), tree="chain", max_depth=3, page_size=4, num_pages=24, max_batch_size=3)[0]
+    preempt, known = engine.scheduler.preempt, []
+
+    def check(request) -> None:
+        if request in engine.scheduler.running:
+            slot = engine.scheduler.running.index(request)
+            known.append((request.num_rows, int(engine.state.seq_lens[slot])))
+        preempt(request)
+
+    monkeypatch.setattr(engine.scheduler, "preempt", check)
+    assert [output.token_ids for output in engine.generate(prompts, params)] == [plain_tokens(target, prompt, params) for prompt in prompts]
+    assert known and all(host == device for host, device in known)
+
+
 def test_preemption_keeps_what_was_recorded_of_the_logits():
     """Log-probabilities, counts of penalties and the place in a grammar are functions of the tokens: they survive."""
     target = tiny_target("llama")
