@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from functools import cache
 
 import eagle_engine.token_logprobs
@@ -116,6 +117,17 @@ def test_logprobs_of_a_batch_are_those_of_single_requests():
     for output, alone in zip(engine_of(drafter, max_batch_size=3).generate(prompts, params), expected):
         assert output.token_ids == alone.token_ids
         assert output.outputs[0].logprobs == alone.outputs[0].logprobs and output.prompt_logprobs == alone.prompt_logprobs
+
+
+def test_prompt_logprobs_do_not_depend_on_what_is_cached():
+    """Rows that are found have no logits, so all of such a prompt is run; what it leaves is found by others all the same."""
+    prompt = random_tokens(44, 40)
+    engine, asks = engine_of(random_drafter(tiny_target("llama"))), SamplingParams(temperature=0.0, max_tokens=4, prompt_logprobs=2)
+    cold = engine_of(None).generate([prompt], asks)[0]
+    engine.generate([prompt], replace(asks, prompt_logprobs=None))
+    warm, after = engine.generate([prompt], asks)[0], engine.generate([prompt], replace(asks, prompt_logprobs=None))[0]
+    assert len(warm.prompt_logprobs) == 40 and warm.prompt_logprobs == cold.prompt_logprobs and warm.token_ids == after.token_ids == cold.token_ids
+    assert warm.stats.num_cached_tokens == 0 < after.stats.num_cached_tokens
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 256])

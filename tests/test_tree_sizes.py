@@ -8,7 +8,7 @@ from eagle_engine import EagleConfig, EagleError, SamplingParams
 from eagle_engine.cost_profile import CostProfile, load_profile, measure_profile, save_profile
 from eagle_engine.tree_gains import measure_gains
 from eagle_engine.tree_shape import PLAIN, tree_shapes
-from eagle_engine.tree_sizes import AFFORDABLE, FIRST_PROBE, KEPT, LAST_PROBE, MARGIN, NEAR, REFRESH, SETTLED, STAYS, TreeSizes
+from eagle_engine.tree_sizes import AFFORDABLE, DEEP_LOOKS, FIRST_PROBE, KEPT, LAST_PROBE, MARGIN, NEAR, REFRESH, SETTLED, STAYS, TreeSizes
 from test_step_graphs import CountingGraphs
 from tiny_engines import made_up_profile, make_engine, oracle_drafter, plain_tokens, random_drafter, tiny_target
 from tiny_targets import random_tokens
@@ -81,6 +81,7 @@ def test_a_first_look_that_misleads_is_corrected():
         index = sizes.choose([[]], 100)
         sizes.observe(index, [], [first * value if SHAPES[index].max_depth >= shape.max_depth else -1.0 for value, shape in zip(expected, SHAPES[1:])], 0 if first < 1 else 6)
         chosen = drive(sizes, 300, **honest)
+        assert [SHAPES[index].max_depth for index in chosen[: DEEP_LOOKS - 1]] == [6] * (DEEP_LOOKS - 1)
         assert all(SHAPES[index].max_depth == 6 for index in chosen[-50:]), first
     sizes = sizes_with()
     drive(sizes, 40, 0.9, 0.9)
