@@ -53,12 +53,18 @@ def test_linear(dtype: torch.dtype, shape: tuple[int, int], isa: str, restore_nu
     assert_exact(linear(x[:60].view(3, 4, 5, -1), packed, bias), alone[:60].view(3, 4, 5, -1))
 
 
+@pytest.mark.parametrize("depth", [100, 1200, 3000])
 @dtypes
-def test_linear_of_many_rows(dtype: torch.dtype, isa: str, restore_num_threads: None) -> None:
-    packed, x = pack_weight(torch.randn(40, 100).to(dtype)), torch.randn(300, 100)
+def test_linear_of_many_rows(dtype: torch.dtype, depth: int, isa: str, restore_num_threads: None) -> None:
+    """More than go through the weights together, which are fewer the wider they are."""
+    packed, x = pack_weight(torch.randn(40, depth).to(dtype)), torch.randn(300, depth)
     expected = torch.cat([linear(x[m : m + 1], packed) for m in range(300)])
-    assert_exact(with_threads(1, lambda: linear(x, packed)), expected)
-    assert_exact(with_threads(2, lambda: linear(x, packed)), expected)
+    for num_threads in (1, 2):
+        for num_rows in (289, 300):
+            assert_exact(with_threads(num_threads, lambda: linear(x[:num_rows], packed)), expected[:num_rows])
+    experts, expert_ids = pack_weight(torch.randn(3, 40, depth).to(dtype)), torch.randint(0, 2, (300,), dtype=torch.int32)
+    expected = torch.cat([expert_linear(x[m : m + 1], experts, expert_ids[m : m + 1]) for m in range(300)])
+    assert_exact(expert_linear(x, experts, expert_ids), expected)
 
 
 @dtypes
