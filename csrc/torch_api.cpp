@@ -42,7 +42,7 @@ TORCH_LIBRARY(eagle_kernels, m) {
     m.def("accept_rejection(Tensor tokens, Tensor parent, Tensor target_probs, Tensor draft_probs, Tensor seeds, Tensor positions, Tensor active, Tensor(a!) accepted_nodes, "
           "Tensor(b!) num_accepted_drafts, Tensor(c!) bonus_token) -> ()");
     m.def("advance(Tensor tokens, Tensor features, Tensor accepted_nodes, Tensor num_accepted_drafts, Tensor bonus_token, Tensor active, Tensor(a!) seq_lens, Tensor(b!) root_tokens, "
-          "Tensor(c!) num_pending, Tensor(d!) pending_tokens, Tensor(e!) pending_features) -> ()");
+          "Tensor(c!) num_pending, Tensor(d!) pending_tokens, Tensor(e!) pending_features, Tensor(f!)? num_missed, Tensor(g!)? missed_tokens, Tensor(h!)? missed_features) -> ()");
     m.def("compact(Tensor(a!) kv_cache, Tensor page_table, Tensor seq_lens, Tensor accepted_nodes, Tensor num_accepted_drafts) -> ()");
 }
 

@@ -182,7 +182,8 @@ void compact(Tensor kv_cache, const Tensor& page_table, const Tensor& seq_lens, 
 }
 
 void advance(const Tensor& tokens, const Tensor& features, const Tensor& accepted_nodes, const Tensor& num_accepted_drafts, const Tensor& bonus_token, const Tensor& active, Tensor seq_lens,
-             Tensor root_tokens, Tensor num_pending, Tensor pending_tokens, Tensor pending_features) {
+             Tensor root_tokens, Tensor num_pending, Tensor pending_tokens, Tensor pending_features, const std::optional<Tensor>& num_missed, const std::optional<Tensor>& missed_tokens,
+             const std::optional<Tensor>& missed_features) {
     refuse_recording("advance");
     check("tokens", tokens, {kAny, kAny}, at::kLong);
     const int64_t batch = tokens.size(0), nodes = tokens.size(1);
@@ -198,10 +199,19 @@ void advance(const Tensor& tokens, const Tensor& features, const Tensor& accepte
     check("num_pending", num_pending, {batch}, at::kLong);
     check("pending_tokens", pending_tokens, {batch, width}, at::kLong);
     check("pending_features", pending_features, {batch, width, hidden}, features.scalar_type());
+    const bool keeps = num_missed.has_value();
+    TORCH_CHECK_VALUE(keeps == missed_tokens.has_value() && keeps == missed_features.has_value(), "num_missed, missed_tokens, missed_features: expected all of them or none");
+    if (keeps) {
+        check("num_missed", *num_missed, {batch}, at::kLong);
+        check("missed_tokens", *missed_tokens, {batch, kAny}, at::kLong);
+        check("missed_features", *missed_features, {batch, missed_tokens->size(1), hidden}, features.scalar_type());
+    }
     eagle::advance({tokens.const_data_ptr<int64_t>(), static_cast<const char*>(features.const_data_ptr()), accepted_nodes.const_data_ptr<int32_t>(), num_accepted_drafts.const_data_ptr<int32_t>(),
                     bonus_token.const_data_ptr<int64_t>(), active.const_data_ptr<bool>(), seq_lens.mutable_data_ptr<int32_t>(), root_tokens.mutable_data_ptr<int64_t>(),
-                    num_pending.mutable_data_ptr<int64_t>(), pending_tokens.mutable_data_ptr<int64_t>(), static_cast<char*>(pending_features.mutable_data_ptr()), batch, nodes, width,
-                    hidden * static_cast<int64_t>(features.element_size())});
+                    num_pending.mutable_data_ptr<int64_t>(), pending_tokens.mutable_data_ptr<int64_t>(), static_cast<char*>(pending_features.mutable_data_ptr()),
+                    keeps ? num_missed->mutable_data_ptr<int64_t>() : nullptr, keeps ? missed_tokens->mutable_data_ptr<int64_t>() : nullptr,
+                    keeps ? static_cast<char*>(missed_features->mutable_data_ptr()) : nullptr, batch, nodes, width, hidden * static_cast<int64_t>(features.element_size()),
+                    keeps ? missed_tokens->size(1) : 0});
 }
 
 }  // namespace

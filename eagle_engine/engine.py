@@ -303,14 +303,13 @@ class Engine:
         running = list(scheduler.running)
         if not running:
             return
-        most_pending = self._pending
         shape = self._choose_shape(running)
         if eager:
             observe = None if self._observer is None else partial(self._observer, [request.request_id for request in running])
             looks = self.sizes is None or self.sizes.wants_gains
             if not looks:
                 self.state.gains[: len(running)] = -1
-            run_step(self._models_of(shape, looks), self.state, len(running), self.timer, observe, [request.updated_processor() for request in running], most_pending)
+            run_step(self._models_of(shape, looks), self.state, len(running), self.timer, observe, [request.updated_processor() for request in running])
             self._deliver(running, shape, self.state.outputs)
         else:
             # What is read is the step before: the one that runs while a sequence turns out to have ended is thrown away.

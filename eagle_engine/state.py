@@ -56,7 +56,6 @@ class DecodeState:
     root_pool_index: Tensor  # [S, 1] int32, -1: the root is not in the pool
     root_mask: Tensor  # [S, 1, draft mask words] int64, zeros: the root's pair is a committed row of the drafter
     pending_offsets: Tensor  # [max_depth + 1] int64: 0, 1, ...
-    slots: Tensor  # [S] int64: 0, 1, ...
 
     @classmethod
     def allocate(
@@ -107,7 +106,6 @@ class DecodeState:
                 root_pool_index=torch.full((slots, 1), -1, dtype=int32),
                 root_mask=torch.zeros(slots, 1, mask_words, dtype=int64),
                 pending_offsets=torch.arange(width),
-                slots=torch.arange(slots),
             )
         for slot in range(slots):
             state.clear(slot)
@@ -172,7 +170,7 @@ class DecodeState:
 
     @classmethod
     def _slot_fields(cls) -> list[str]:
-        return [f.name for f in fields(cls) if f.name not in ("target_cache", "draft_cache", "pending_offsets", "slots", "outputs")]
+        return [f.name for f in fields(cls) if f.name not in ("target_cache", "draft_cache", "pending_offsets", "outputs")]
 
 
 def _first(tensor: Tensor, rows: int, columns: int) -> Tensor:

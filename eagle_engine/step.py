@@ -69,13 +69,12 @@ def run_step(
     timer: PhaseTimer,
     observe: Callable[[list[ObservedTree]], None] | None = None,
     processors: Sequence[LogitsProcessor | None] = (),
-    most_pending: int | None = None,
 ) -> Accepted:
     """Advance the first `batch` slots by one draft-and-verify cycle.
 
     Afterwards output_ring and pending_tokens hold the emitted tokens of each sequence and num_pending their number; a token -1 says that the target's logits at that place are not
     usable (NaN, or nothing above -inf). A sequence that emits one of its stop tokens becomes inactive. `observe` is given the step's trees at its end, on the host; `processors`, one for each slot or
-    none at all, change the logits of their slots: eager steps only, both. most_pending: at least the pending pairs of any slot; None: as many as there can be.
+    none at all, change the logits of their slots: eager steps only, both.
     """
     timer.start()
     if models.shape.levels:
@@ -90,7 +89,7 @@ def run_step(
     timer.lap("verify")
     accepted, sampled = choose(models, state, batch, tree, logits, draft_probs, processors)
     timer.lap("sample")
-    commit(models, state, batch, tree, accepted, states, state.max_depth + 1 if most_pending is None else most_pending)
+    commit(models, state, batch, tree, accepted, states)
     timer.lap("compact")
     if observe is not None:
         observe(observed_trees(models.shape, pool, tree, sampled, accepted))
@@ -221,24 +220,14 @@ def append_output(state: DecodeState, batch: int, tree: Tree, accepted: Accepted
     ring[:, -1] += torch.where(state.active[:batch], accepted.num_accepted_drafts + 1, 0)
 
 
-def miss(state: DecodeState, batch: int, most: int) -> None:
-    """A step without drafting is about to put new pending pairs in the place of those that the drafter has not seen, at most `most` of each sequence: keep these."""
-    num_missed, slots = state.num_missed[:batch], state.slots[:batch]
-    # What stands past num_pending is copied too, and overwritten by the next.
-    for column in range(most):
-        place = (slots, num_missed + column)
-        state.missed_tokens.index_put_(place, state.pending_tokens[:batch, column])
-        state.missed_features.index_put_(place, state.pending_features[:batch, column])
-    num_missed += state.num_pending[:batch] * state.active[:batch]
-
-
-def commit(models: Models, state: DecodeState, batch: int, tree: Tree, accepted: Accepted, states: Tensor, most_pending: int) -> None:
+def commit(models: Models, state: DecodeState, batch: int, tree: Tree, accepted: Accepted, states: Tensor) -> None:
     """Keep the accepted rows, hand their states and tokens to the next draft, advance seq_lens."""
-    if not models.shape.levels and state.draft_cache is not None:
-        miss(state, batch, most_pending)
+    # A step without drafting puts new pending pairs in the place of those that the drafter has not seen.
+    misses = not models.shape.levels and state.draft_cache is not None
+    missed = (state.num_missed[:batch], state.missed_tokens[:batch], state.missed_features[:batch]) if misses else ()
     if models.shape.levels:
         compact(state.target_cache, state.page_table[:batch], state.seq_lens[:batch], accepted.accepted_nodes, accepted.num_accepted_drafts)
     advance(
         tree.tokens, states, accepted, state.active[:batch], state.seq_lens[:batch], state.root_tokens[:batch], state.num_pending[:batch], state.pending_tokens[:batch],
-        state.pending_features[:batch],
+        state.pending_features[:batch], *missed,
     )  # fmt: skip

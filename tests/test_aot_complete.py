@@ -98,7 +98,8 @@ def calls() -> Iterator[tuple[str, Callable[[], None]]]:
             yield "rope_store_kv", lambda: run["rope_store_kv"](empty(1, 2, 2, head_dim, dtype=dtype), k, torch.empty_like(k), longs(1, 2), empty(9, head_dim), empty(2, 4, 16, 1, head_dim, dtype=dtype), ints(1, 2), ints(1), 0)
     for dtype in (*HALF, torch.float32):
         features = empty(2, 5, 40, dtype=dtype)
-        yield "advance", lambda: run["advance"](longs(2, 5), features, ints(2, 3), ints(2), longs(2), torch.ones(2, dtype=torch.bool), ints(2), longs(2), longs(2), longs(2, 3), empty(2, 3, 40, dtype=dtype))
+        for missed in ((), (longs(2), longs(2, 7), empty(2, 7, 40, dtype=dtype))):
+            yield "advance", lambda: run["advance"](longs(2, 5), features, ints(2, 3), ints(2), longs(2), torch.ones(2, dtype=torch.bool), ints(2), longs(2), longs(2), longs(2, 3), empty(2, 3, 40, dtype=dtype), *missed)
     for vocab in (50, 40_000):
         logits, filters, keys = empty(2, vocab), (empty(2), ints(2), empty(2), empty(2)), (longs(2), longs(2))
         extras = (empty(2, vocab), empty(2), empty(2), empty(2), torch.zeros(2, vocab, dtype=torch.bool), ints(2, vocab))

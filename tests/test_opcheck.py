@@ -70,7 +70,7 @@ def make_cases() -> dict[str, list[tuple[object, ...]]]:
             (ids(2, 6), random_tree(2, 6), ids(2, 6), torch.tensor([True, True]), ids(2, 3), ids(2, 9), *accepted),
         ],
         "accept_rejection": [(*rejection.values(), *accepted)],
-        "advance": [(ids(2, 6), torch.randn(2, 6, 7), *make_accepted([[0, 2, 4], [0]], 5), ids(2), torch.tensor([True, False]), ids(2, dtype=torch.int32), ids(2), ids(2), ids(2, 6), torch.randn(2, 6, 7))],
+        "advance": [(ids(2, 6), torch.randn(2, 6, 7), *make_accepted([[0, 2, 4], [0]], 5), ids(2), torch.tensor([True, False]), ids(2, dtype=torch.int32), ids(2), ids(2), ids(2, 6), torch.randn(2, 6, 7), *missed) for missed in ((None,) * 3, (ids(2), ids(2, 9), torch.randn(2, 9, 7)))],
         "compact": [(*layers, *make_accepted([[0, 2, 4], [0]], 5))],
     }
 

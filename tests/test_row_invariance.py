@@ -57,13 +57,13 @@ def test_linear(dtype: torch.dtype, shape: tuple[int, int], isa: str, restore_nu
 @dtypes
 def test_linear_of_many_rows(dtype: torch.dtype, depth: int, isa: str, restore_num_threads: None) -> None:
     """More than go through the weights together, which are fewer the wider they are."""
-    packed, x = pack_weight(torch.randn(40, depth).to(dtype)), torch.randn(300, depth)
-    expected = torch.cat([linear(x[m : m + 1], packed) for m in range(300)])
+    packed, x = pack_weight(torch.randn(20, depth).to(dtype)), torch.randn(150, depth)
+    expected = torch.cat([linear(x[m : m + 1], packed) for m in range(150)])
     for num_threads in (1, 2):
-        for num_rows in (289, 300):
+        for num_rows in (145, 150):
             assert_exact(with_threads(num_threads, lambda: linear(x[:num_rows], packed)), expected[:num_rows])
-    experts, expert_ids = pack_weight(torch.randn(3, 40, depth).to(dtype)), torch.randint(0, 2, (300,), dtype=torch.int32)
-    expected = torch.cat([expert_linear(x[m : m + 1], experts, expert_ids[m : m + 1]) for m in range(300)])
+    experts, expert_ids = pack_weight(torch.randn(3, 20, depth).to(dtype)), torch.randint(0, 2, (150,), dtype=torch.int32)
+    expected = torch.cat([expert_linear(x[m : m + 1], experts, expert_ids[m : m + 1]) for m in range(150)])
     assert_exact(expert_linear(x, experts, expert_ids), expected)
 
 

@@ -17,7 +17,10 @@ struct AdvanceArgs {
     int64_t* num_pending;           // [batch]
     int64_t* pending_tokens;        // [batch, width]
     char* pending_features;         // [batch, width, feature_bytes]
-    int64_t batch, nodes, width, feature_bytes;
+    int64_t* num_missed;            // [batch], or null: nothing is kept
+    int64_t* missed_tokens;         // [batch, most_missed]
+    char* missed_features;          // [batch, most_missed, feature_bytes]
+    int64_t batch, nodes, width, feature_bytes, most_missed;
 };
 
 void advance(const AdvanceArgs& args);
