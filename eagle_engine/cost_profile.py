@@ -21,7 +21,7 @@ from eagle_engine.step import Models
 from eagle_engine.tree_shape import TreeShape
 from eagle_engine.weight_cache import cache_directory
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 SHORT, LONG = 64, 1024  # committed rows of the two contexts that are measured
 ROUNDS = 7
 

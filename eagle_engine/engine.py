@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
@@ -46,7 +47,7 @@ class Engine:
     target, drafter  the models; drafter None: plain decoding
     tokenizer        None: prompts are token ids, and answers have no text
     graph_api        how steps are captured and replayed; None: torch.cuda's graphs on CUDA, none on the CPU
-    profile          of an adaptive tree: what steps cost; None: as it was measured before for these models on this machine, or else is measured now
+    profile          of an adaptive tree: what steps cost, taken at its word; None: as it was measured before for these models on this machine, or else is measured now, and corrected by what steps take
     progress         show a bar on stderr while it is measured
     """
 
@@ -117,6 +118,7 @@ class Engine:
                 raise EagleError(f"profile: expected a CostProfile, got {type(profile).__name__}")
             profile.check_shapes(self.shapes)
         self.sizes = TreeSizes(self.shapes, profile or self._profile(progress)) if sizes else None
+        self._corrects_profile = self.sizes is not None and profile is None
         self._observer: Observer | None = None
         self._undelivered: list[RequestOutput] = []
         self._next_id = 0
@@ -309,7 +311,10 @@ class Engine:
             looks = self.sizes is None or self.sizes.wants_gains
             if not looks:
                 self.state.gains[: len(running)] = -1
-            run_step(self._models_of(shape, looks), self.state, len(running), self.timer, observe, [request.updated_processor() for request in running])
+            processors, num_recorded, start = [request.updated_processor() for request in running], self._num_recorded, time.perf_counter()
+            run_step(self._models_of(shape, looks), self.state, len(running), self.timer, observe, processors)
+            if self._corrects_profile and observe is None and self._num_recorded == num_recorded:  # recording a forward takes longer than the forward
+                self.sizes.took(shape, len(running), _mean_rows(running), time.perf_counter() - start)
             self._deliver(running, shape, self.state.outputs)
         else:
             # What is read is the step before: the one that runs while a sequence turns out to have ended is thrown away.
@@ -319,6 +324,10 @@ class Engine:
             if before is not None:
                 self._deliver(*before[0], before[1])
 
+    @property
+    def _num_recorded(self) -> int:
+        return self.models.graphs.num_recorded if self.models.graphs is not None else 0
+
     def _models_of(self, shape: int, measures_gains: bool = True) -> Models:
         return self.models._replace(shape=self.shapes[shape], sizes=self.models.sizes if measures_gains else ())
 
@@ -326,7 +335,7 @@ class Engine:
         """Index of the tree of this step; the drafter is brought up to what the tree needs."""
         shape = 0
         if self.sizes is not None:
-            shape = self.sizes.choose([request.gains for request in running], sum(request.num_rows for request in running) / len(running))
+            shape = self.sizes.choose([request.gains for request in running], _mean_rows(running))
         drafts = bool(self.shapes[shape].levels)
         if self._behind > 0 and (drafts or self._behind + self._pending > MAX_BEHIND):
             self.timer.start()
@@ -436,3 +445,7 @@ class Engine:
     def _next_request_id(self) -> int:
         self._next_id += 1
         return self._next_id - 1
+
+
+def _mean_rows(running: list[Request]) -> float:
+    return sum(request.num_rows for request in running) / len(running)

@@ -142,6 +142,7 @@ class VerifyGraphs:
         self._target, self._captured_layers, self._state = target, captured_layers, state
         self._logits = torch.empty(state.temperature.numel(), target.head.out_features)
         self._recorded: OrderedDict[tuple[int, int, int], _RecordedVerify] = OrderedDict()  # by batch, nodes and threads; the one used last at the end
+        self.num_recorded = 0
 
     @staticmethod
     def can_record(target: TargetModel) -> bool:
@@ -154,6 +155,7 @@ class VerifyGraphs:
         given = [tree.tokens, tree.position_ids, tree.packed_ancestor_mask]
         recorded = self._recorded.get(key)
         if recorded is None:
+            self.num_recorded += 1
             inputs = [tensor.clone() for tensor in given]
             with record() as recording:
                 states, logits = forward_tree(self._target, self._captured_layers, self._state, batch, *inputs, out=self._logits[: tree.tokens.numel()])

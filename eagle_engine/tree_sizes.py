@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from eagle_engine.cost_profile import CostProfile
+from eagle_engine.step_pace import StepPace
 from eagle_engine.tree_shape import TreeShape
 
 RECENT = 0.15  # weight of the last look in a request's own estimate
 LASTING = 0.05  # and in the estimate that all requests share, which new ones start from: the mean of the first 1 / LASTING looks, then a slow average
-TRUSTED_DRAFTS = 2.0  # drafts for which the drafter's confidence is taken at its word before outcomes correct it
+TRUSTED_DRAFTS = 4.0  # drafts for which the drafter's confidence is taken at its word before outcomes correct it
 TRUST_DECAY = 0.99  # per look: at large batches a step brings many
+FORGOTTEN = 1 - 1 / 512  # per step of plain decoding: probes are few, and a run of bad luck would keep drafting off for thousands of steps
 FIRST_PROBE, LAST_PROBE = 32, 512  # steps of plain decoding before the drafter is tried again, doubled each time it does not pay
+COMPARE, CLOSE = 64, 1.2  # steps with drafts after which one of another size, plain decoding among them, shows what it costs by now: the one that was compared least of those whose promise is nearly as good
 SETTLED = 16  # steps with drafts in a row after which probing starts from FIRST_PROBE again
 DEEP_LOOKS = 8  # at the deepest trees in the beginning, one per sequence and step: a single one may mislead for a thousand steps
 FEW_LOOKS = 3  # after which these end when drafting does not promise to pay
@@ -22,8 +26,8 @@ KEPT = 8  # steps for which a choice stands while the same sequences run, once d
 STEADY_ROWS = 64  # rows of context over which it does
 AFFORDABLE = 2.5  # plain steps that a tree may cost which is grown for what it tells
 NEAR = 1.01  # of trees whose promises differ by less, the cheapest is grown: costs are surer than gains
-MARGIN = 1.05  # by which drafting must promise to beat plain decoding: a gain smaller than this is lost in what the estimates do not see
-STAYS = 1.01  # and once it is on: estimates waver by a few percent, and each time it goes off by mistake costs FIRST_PROBE steps
+MARGIN = 1.06  # by which drafting must promise to beat plain decoding: a gain smaller than this is lost in what the estimates do not see
+STAYS = 1.02  # and once it is on: estimates waver by a few percent, and each time it goes off by mistake costs FIRST_PROBE steps
 
 
 class Candidate(NamedTuple):
@@ -46,7 +50,8 @@ class Candidate(NamedTuple):
 class Decision:
     """Why a step has the tree that it has.
 
-    reason      "best": most tokens per second, or nearly; "first", "probe", "refresh": grown to learn what it brings; "off": no tree promises more than plain decoding
+    reason      "best": most tokens per second, or nearly; "first", "probe", "refresh": grown to learn what it brings; "off": no tree promises more than plain decoding;
+                "compare": of another size, or none, to learn what it costs by now
     candidates  what was compared: trees of which something is known, and plain decoding
     """
 
@@ -68,6 +73,8 @@ class TreeSizes:
 
     def __init__(self, shapes: Sequence[TreeShape], profile: CostProfile) -> None:
         self.shapes, self.profile = tuple(shapes), profile
+        self._paces = [StepPace(len(self.shapes)) for _ in profile.batches]
+        self._paced = -1  # which of them the last step told
         self.decision: Decision | None = None
         self.num_steps = dict.fromkeys(range(len(self.shapes)), 0)
         # By the confidence of the executed tree, in drafts (rounded down to halves): steps, sum of the expected, sum of the accepted.
@@ -76,6 +83,7 @@ class TreeSizes:
         self._num_looks = [0] * (len(self.shapes) - 1)
         self._expected = self._accepted = 0.0
         self._plain_steps, self._probe_after, self._drafted_in_a_row, self._since_deep = 0, FIRST_PROBE, 0, 0
+        self._since_compared, self._num_compared = 0, [0] * len(self.shapes)
         self._last, self._left, self._deep = 0, 0, 0  # the last choice, steps for which it stands, the tree that tells most
         self._made_for: tuple[list, int] | None = None  # the sequences, by what is known of them, and the context that it stands for
 
@@ -83,6 +91,13 @@ class TreeSizes:
     def trust(self) -> float:
         """Drafts accepted for each that the drafter's confidence promised."""
         return (self._accepted + TRUSTED_DRAFTS) / (self._expected + TRUSTED_DRAFTS)
+
+    def pace(self, batch: int) -> StepPace:
+        """What corrects the profile at this batch size."""
+        return self._paces[self._place(batch)]
+
+    def _place(self, batch: int) -> int:
+        return min(bisect_left(self.profile.batches, batch), len(self._paces) - 1)
 
     @property
     def wants_gains(self) -> bool:
@@ -101,7 +116,8 @@ class TreeSizes:
             self._left -= 1
             self._count(self._last, self.decision.reason)
             return self._last
-        costs = [self.profile.seconds(i, batch, context) for i in range(len(self.shapes))]
+        pace = self.pace(batch)
+        costs = [self.profile.seconds(i, batch, context) * pace.ratio(i) for i in range(len(self.shapes))]
         # What tells most: the deepest tree that does not cost too much here, of these the cheapest.
         self._deep = deep = max((i for i in range(1, len(costs)) if costs[i] <= AFFORDABLE * costs[0]), key=lambda i: (self.shapes[i].max_depth, -costs[i]), default=costs.index(min(costs[1:]), 1))
         candidates = self._candidates(gains, costs)
@@ -119,8 +135,15 @@ class TreeSizes:
                 index, reason = deep, "first"
             elif pays and self._since_deep >= REFRESH:
                 index, reason = deep, "refresh"
+            elif pays and pace.is_told and self._since_compared >= COMPARE:
+                near = [i for i in (0, *drafting) if i != best and CLOSE * candidates[i].tokens_per_second >= candidates[best].tokens_per_second]
+                if near:
+                    index, reason = min(near, key=lambda i: self._num_compared[i]), "compare"
+                    self._num_compared[index] += 1
         self._count(index, reason)
-        self._last, self._left = index, KEPT - 1 if reason == "best" and self._drafted_in_a_row >= SETTLED else 0
+        if reason != "compare":
+            self._last = index
+        self._left = KEPT - 1 if reason == "best" and self._drafted_in_a_row >= SETTLED else 0
         self._made_for = (list(gains), int(context) // STEADY_ROWS) if reason in ("best", "off") else None
         self.decision = Decision(self.shapes[index], reason, batch, context, [candidate for candidate in candidates if candidate is not None])
         return index
@@ -134,8 +157,12 @@ class TreeSizes:
 
     def _count(self, index: int, reason: str) -> None:
         self.num_steps[index] += 1
+        self._since_compared = self._since_compared + 1 if reason in ("best", "refresh") else 0
+        if reason == "compare":
+            return  # nothing else is learned
         if index == 0:
             self._plain_steps, self._drafted_in_a_row = self._plain_steps + 1, 0
+            self._expected, self._accepted = FORGOTTEN * self._expected, FORGOTTEN * self._accepted
             return
         if reason == "probe":
             self._probe_after = min(2 * self._probe_after, LAST_PROBE)
@@ -143,6 +170,14 @@ class TreeSizes:
         if self._drafted_in_a_row == SETTLED:
             self._probe_after = FIRST_PROBE
         self._since_deep = 0 if index == self._deep else self._since_deep + 1
+
+    def took(self, index: int, batch: int, context: float, seconds: float) -> None:
+        """Take what a step of this shape took. Where nobody measures it, as with captured steps, the profile stands as it is."""
+        place = self._place(batch)
+        if place != self._paced:
+            self._paced = place
+            self._paces[place].forget_last()
+        self._paces[place].observe(index, seconds, self.profile.seconds(index, batch, context))
 
     def observe(self, index: int, before: list[float | None], measured: list[float], accepted: int) -> list[float | None]:
         """Take the outcome of a step for one sequence; what is known of it from now on: drafts per step of each shape with drafts, None where nobody has grown one so deep.

@@ -17,7 +17,7 @@ from eagle_engine.engine import Engine
 from eagle_engine.machine_rates import Ceilings, measure_ceilings
 from eagle_engine.step_floors import Forward, draft_forwards, floor_seconds, target_weights, verify_forwards
 from eagle_engine.tree_shape import PLAIN, tree_shape, tree_shapes
-from eagle_engine.tree_sizes import MARGIN, NEAR, Decision
+from eagle_engine.tree_sizes import MARGIN, NEAR, Decision, TreeSizes
 from test_step_graphs import graphed
 from tiny_engines import bigram_drafter, make_engine, made_up_profile, random_drafter, random_eagle3, tiny_target
 from tiny_targets import random_tokens
@@ -38,6 +38,7 @@ def made_up(monkeypatch):
     """Neither steps nor the machine are measured: what is chosen does not hang on the machine's mood."""
     monkeypatch.setattr(Engine, "_profile", lambda self, progress: made_up_profile(self.config))
     monkeypatch.setattr(profile, "measure_ceilings", lambda *_, **__: RATES)
+    monkeypatch.setattr(TreeSizes, "took", lambda *_: None)
 
 
 # tune
@@ -155,7 +156,7 @@ def test_profile_text_has_the_same_figures(run, prompts, made_up):
     assert status == 0 and "3 prompts, at most 16 tokens each, 1 at a time" in err and len(rows) == len(decision["trees"])
     for line, row in zip(rows, decision["trees"]):
         assert line.startswith("*") == row["chosen"]
-        assert line[24:].split() == [str(row["runs"]), f"{row['expected_tokens']:.2f}", f"{row['milliseconds']:.2f}", f"{row['tokens_per_second']:.1f}"]
+        assert line[24:].split() == [str(row["runs"]), f"{row['expected_tokens']:.2f}", f"{row['milliseconds']:.2f}", f"{row['tokens_per_second']:.1f}", f"{row['pace']:.2f}"]
     assert f": {decision['explanation']}\n" in out and f"trust {result['trust']:.2f}:" in out and f"acceptance length {result['acceptance_length']:.2f} tokens" in out
     for one in result["shapes"]:
         assert f"\n{common.shape_name(one['max_depth'], one['num_nodes']):<22}" in out and f"  {one['steps']} step" in out

@@ -28,7 +28,8 @@ REASONS = {
     "off": "no tree promises more tokens per second than plain decoding",
     "probe": "drafting had been off for a while: the cheapest look at whether it pays by now",
     "refresh": "the deepest tree had not been grown for a while: for what is known of it",
-    "first": "nothing is known yet: the deepest tree tells most",
+    "compare": "drafting had been on for a while and this promises nearly as much: for what it costs by now",
+    "first": "little is known yet: the deepest tree tells most",
 }
 SMALLEST_BUFFER = 64 << 20  # bytes that are read to measure the bandwidth, at least: below, the call itself takes part of the time
 
@@ -178,10 +179,11 @@ def _decision(engine: Engine, decision: Decision) -> dict:
     for index, shape in enumerate(engine.shapes):
         one = candidates.get((shape.max_depth, shape.num_nodes))
         promised = (None, None, None) if one is None else (one.tokens, one.seconds * 1e3, one.tokens_per_second)
+        pace = engine.sizes.pace(decision.batch).ratio(index)
         rows.append(
             {"max_depth": shape.max_depth, "num_nodes": shape.num_nodes, "runs": engine.sizes.num_steps[index]}
             | dict(zip(("expected_tokens", "milliseconds", "tokens_per_second"), promised))
-            | {"chosen": (shape.max_depth, shape.num_nodes) == (decision.shape.max_depth, decision.shape.num_nodes)}
+            | {"pace": pace, "chosen": (shape.max_depth, shape.num_nodes) == (decision.shape.max_depth, decision.shape.num_nodes)}
         )
     return {"reason": decision.reason, "explanation": REASONS[decision.reason], "batch": decision.batch, "context": decision.context, "trees": rows}
 
@@ -224,12 +226,12 @@ def _decision_table(decision: dict | None) -> list[str]:
     chosen = next(row for row in decision["trees"] if row["chosen"])
     lines = [
         f"\nthe last step, {decision['batch']} sequence{'s' if decision['batch'] > 1 else ''} of {decision['context']:.0f} rows, had {shape_name(chosen['max_depth'], chosen['num_nodes'])}: {decision['explanation']}",
-        f"\n{'tree':<24}{'runs':>6}{'expected tokens':>17}{'ms':>9}{'tokens/s':>10}",
+        f"\n{'tree':<24}{'runs':>6}{'expected tokens':>17}{'ms':>9}{'tokens/s':>10}{'pace':>7}",
     ]
     for row in decision["trees"]:
-        promised = "" if row["expected_tokens"] is None else f"{row['expected_tokens']:>17.2f}{row['milliseconds']:>9.2f}{row['tokens_per_second']:>10.1f}"
+        promised = "" if row["expected_tokens"] is None else f"{row['expected_tokens']:>17.2f}{row['milliseconds']:>9.2f}{row['tokens_per_second']:>10.1f}{row['pace']:>7.2f}"
         lines.append(f"{'*' if row['chosen'] else ' '} {shape_name(row['max_depth'], row['num_nodes']):<22}{row['runs']:>6}{promised}")
-    return [*lines, "runs: in all steps; the others: of the last step, over all its sequences"]
+    return [*lines, "runs: in all steps; the others: of the last step, over all its sequences; pace: its ms over what the profile says, by what steps took here"]
 
 
 def _outcomes(result: dict) -> list[str]:
