@@ -309,13 +309,11 @@ class Engine:
         if eager:
             observe = None if self._observer is None else partial(self._observer, [request.request_id for request in running])
             looks = self.sizes is None or self.sizes.wants_gains
-            if not looks:
-                self.state.gains[: len(running)] = -1
             processors, num_recorded, start = [request.updated_processor() for request in running], self._num_recorded, time.perf_counter()
             run_step(self._models_of(shape, looks), self.state, len(running), self.timer, observe, processors)
             if self._corrects_profile and observe is None and self._num_recorded == num_recorded:  # recording a forward takes longer than the forward
                 self.sizes.took(shape, len(running), _mean_rows(running), time.perf_counter() - start)
-            self._deliver(running, shape, self.state.outputs)
+            self._deliver(running, shape, self.state.outputs, looks)
         else:
             # What is read is the step before: the one that runs while a sequence turns out to have ended is thrown away.
             self.timer.start()
@@ -358,13 +356,13 @@ class Engine:
         if before is not None:
             self._deliver(*before[0], before[1])
 
-    def _deliver(self, running: list[Request], shape: int | None, outputs: Tensor) -> None:
-        """Hand each request, by slot, the tokens that it has not seen; retire those that have ended. shape: of the step; None: there was none, these are first tokens."""
-        for request, ring, gains in zip(running, *self.state.read_outputs(outputs, len(running))):
+    def _deliver(self, running: list[Request], shape: int | None, outputs: Tensor, looked: bool = True) -> None:
+        """Hand each request, by slot, the tokens that it has not seen; retire those that have ended. shape: of the step; None: there was none, these are first tokens. looked: it has measured gains."""
+        for request, ring, gains in zip(running, *self.state.read_outputs(outputs, len(running), looked)):
             if request.finished or not request.pages:
                 continue  # it ended, or was preempted, while the step was on its way
             accepted = request.receive(ring)
-            if self.sizes is not None and shape is not None and accepted is not None:
+            if gains and shape is not None and accepted is not None:
                 request.gains = self.sizes.observe(shape, request.gains, gains, accepted)
             if request.finished:
                 self.scheduler.retire(request)

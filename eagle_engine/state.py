@@ -158,11 +158,13 @@ class DecodeState:
         """Sampling parameters of batch * nodes rows; default: of the largest tree."""
         return {name: getattr(self, name)[:batch, :nodes].contiguous().view(-1) for name in ("temperature", "top_k", "top_p", "min_p", "seeds")}
 
-    def read_outputs(self, outputs: Tensor, batch: int) -> tuple[list[list[int]], list[list[float]]]:
-        """Of `outputs`, or a copy of it on the host: the output rings of the first slots, and their gains in drafts (below 0: not known)."""
+    def read_outputs(self, outputs: Tensor, batch: int, measured_gains: bool = True) -> tuple[list[list[int]], list[list[float]]]:
+        """Of `outputs`, or a copy of it on the host: the output rings of the first slots, and their gains in drafts (below 0: not known); no gains where there are none, or the step has not measured them."""
         size = self.output_ring.numel()
-        gains = outputs[size:].view(self.gains.shape)[:batch]
-        return outputs[:size].view(self.output_ring.shape)[:batch].tolist(), (gains.double() / GAIN_UNITS).tolist() if gains.shape[1] > 0 else [[]] * batch
+        rings = outputs[:size].view(self.output_ring.shape)[:batch].tolist()
+        if not measured_gains or self.gains.shape[1] == 0:
+            return rings, [[]] * batch
+        return rings, (outputs[size:].view(self.gains.shape)[:batch].double() / GAIN_UNITS).tolist()
 
     def slot_sampling(self, slot: int) -> dict[str, Tensor]:
         """Sampling parameters of one row of one slot."""
