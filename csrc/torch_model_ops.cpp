@@ -33,7 +33,7 @@ void embedding(const Tensor& ids, const Tensor& weight, int64_t out_features, Te
     check_packed("out", out, weight, out_features, false);
     const int64_t* id = ids.const_data_ptr<int64_t>();
     for (int64_t i = 0; i < ids.size(0); ++i) EK_REQUIRE(id[i] < out_features, "ids: expected token ids below ", out_features, ", got ", id[i]);
-    const eagle::EmbeddingArgs args{id, weight.const_data_ptr(), out.mutable_data_ptr<float>(), ids.size(0), out.size(1), out_features, weight_dtype("weight", weight)};
+    const eagle::EmbeddingArgs args{id, weight.const_data_ptr(), out.mutable_data_ptr<float>(), ids.size(0), out.size(1), out_features, weight_dtype("weight", weight), threads()};
     launch([args] { eagle::kernels().embedding(args); }, {ids, weight, out});
 }
 

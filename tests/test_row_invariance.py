@@ -68,6 +68,14 @@ def test_linear_of_many_rows(dtype: torch.dtype, depth: int, isa: str, restore_n
 
 
 @dtypes
+def test_embedding_of_many_rows(dtype: torch.dtype, isa: str, restore_num_threads: None) -> None:
+    weight, ids = torch.randn(100, 71).to(dtype), torch.randint(-1, 100, (129,))
+    packed = pack_weight(weight)
+    for num_threads in (1, 2):
+        assert_exact(with_threads(num_threads, lambda: embedding(ids, packed)), weight.float()[ids.clamp(min=0)])
+
+
+@dtypes
 def test_linear_columns_are_independent(dtype: torch.dtype, isa: str) -> None:
     """A reduced head (a subset of the rows of the weight) gives the same logits."""
     weight, x = torch.randn(100, 576).to(dtype), torch.randn(5, 576)

@@ -27,6 +27,7 @@ struct EmbeddingArgs {
     float* y;  // [rows, in_features] contiguous
     int64_t rows, in_features, out_features;
     Dtype weight_dtype;
+    int threads;
 };
 
 }  // namespace eagle
