@@ -17,7 +17,8 @@ TRUSTED_DRAFTS = 4.0  # drafts for which the drafter's confidence is taken at it
 TRUST_DECAY = 0.99  # per look: at large batches a step brings many
 FORGOTTEN = 1 - 1 / 512  # per step of plain decoding: probes are few, and a run of bad luck would keep drafting off for thousands of steps
 FIRST_PROBE, LAST_PROBE = 32, 512  # steps of plain decoding before the drafter is tried again, doubled each time it does not pay
-COMPARE, CLOSE = 64, 1.2  # steps with drafts after which one of another size, plain decoding among them, shows what it costs by now: the one that was compared least of those whose promise is nearly as good
+COMPARE = 64  # steps with drafts after which one of another size, or none, shows what it costs by now: the one that was compared least of those whose promise is nearly as good
+CLOSE, CLOSE_TO_PLAIN = 1.06, 1.2  # nearly: by this factor
 SETTLED = 16  # steps with drafts in a row after which probing starts from FIRST_PROBE again
 DEEP_LOOKS = 8  # at the deepest trees in the beginning, one per sequence and step: a single one may mislead for a thousand steps
 FEW_LOOKS = 3  # after which these end when drafting does not promise to pay
@@ -136,7 +137,7 @@ class TreeSizes:
             elif pays and self._since_deep >= REFRESH:
                 index, reason = deep, "refresh"
             elif pays and pace.is_told and self._since_compared >= COMPARE:
-                near = [i for i in (0, *drafting) if i != best and CLOSE * candidates[i].tokens_per_second >= candidates[best].tokens_per_second]
+                near = [i for i in (0, *drafting) if i != best and (CLOSE if i > 0 else CLOSE_TO_PLAIN) * candidates[i].tokens_per_second >= candidates[best].tokens_per_second]
                 if near:
                     index, reason = min(near, key=lambda i: self._num_compared[i]), "compare"
                     self._num_compared[index] += 1
