@@ -120,7 +120,7 @@ def test_a12_a_tree_is_no_larger_than_pays_on_the_device():
     """Where rows of a step are free the tree grows to its largest, where each costs as much as a step of its own nothing is drafted but now and then a probe, and in between it stays small; the text is the
     same."""
     target, prompt = tiny_target("llama"), random_tokens(139, 9)
-    params = SamplingParams(**GREEDY, max_tokens=60)
+    params = SamplingParams(**GREEDY, max_tokens=170)
     text = prompt + plain_tokens(target, prompt, params)
     options = dict(tree="adaptive", top_k=3, max_depth=4, num_nodes=12)
     drafter = oracle_drafter(target, text)

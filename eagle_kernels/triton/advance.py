@@ -130,5 +130,5 @@ def aot_cases() -> list[AotCase]:
         for keeps in (False, True):
             cases.append(AotCase(f"advance-{name}" + ("-keeps" if keeps else ""), _advance_kernel, signature, CONSTANTS | {"KEEPS": keeps}, (*pointers, "hidden"), OPTIONS, small=True))
     pointers = {"num_accepted_ptr": "*i32", "active_ptr": "*i1", "num_pending_ptr": "*i64", "num_missed_ptr": "*i64"}
-    cases.append(AotCase("advance-count", _count_kernel, pointers, {}, (*pointers,), COUNT_OPTIONS, small=True))
+    cases.append(AotCase("advance-count", _count_kernel, pointers, {}, (*pointers,), COUNT_OPTIONS, wide_loads=False, small=True))
     return cases
