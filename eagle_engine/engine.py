@@ -112,7 +112,7 @@ class Engine:
         elif not config.enforce_eager and device.type == "cpu" and VerifyGraphs.can_record(target):
             self.models = self.models._replace(graphs=VerifyGraphs(target, self.models.captured_layers, self.state))
         self._grammars = Grammars(tokenizer, target.config.vocab_size, self.eos_token_ids)
-        self._behind, self._pending = 0, 1  # pairs that the drafter has missed, and that wait for it, of any running request: at most
+        self._pending = 1  # pairs that wait for the drafter, of any running request: at most
         if sizes and profile not in (None, UNMEASURED):
             if not isinstance(profile, CostProfile):
                 raise EagleError(f"profile: expected a CostProfile, got {type(profile).__name__}")
@@ -335,18 +335,19 @@ class Engine:
         if self.sizes is not None:
             shape = self.sizes.choose([request.gains for request in running], _mean_rows(running))
         drafts = bool(self.shapes[shape].levels)
-        if self._behind > 0 and (drafts or self._behind + self._pending > MAX_BEHIND):
+        missed = max(request.num_missed for request in running)
+        if missed > 0 and (drafts or missed + self._pending > MAX_BEHIND):
             self.timer.start()
-            catch_up(self.models, self.state, len(running), self._behind)
+            catch_up(self.models, self.state, len(running), missed)
             self.timer.lap("draft")
-            self._behind = 0
             for request in running:
-                request.draft_rows = max(request.num_rows - self._pending, 0)
+                request.draft_rows, request.num_missed = max(request.num_rows - self._pending, 0), 0
         if drafts:
             for request in running:
                 request.draft_rows = request.num_rows  # the draft of this step feeds the drafter what was committed before it
         elif self.sizes is not None:
-            self._behind += self._pending
+            for request in running:
+                request.num_missed += self._pending
         self._pending = self.shapes[shape].max_depth + 1
         return shape
 

@@ -37,6 +37,7 @@ class Request:
     device_ids     the sequence [n] int64 on the device
     gains          what is known of the drafts that trees of each shape have accepted (tree_sizes); [] at first
     draft_rows     rows that are final in the drafter's cache, once it decodes; at least
+    num_missed     pairs that the drafter has missed since; at most
     """
 
     request_id: int
@@ -63,6 +64,7 @@ class Request:
     device_ids: Tensor | None = None
     gains: list[float | None] = field(default_factory=list)
     draft_rows: int = 0
+    num_missed: int = 0
 
     def __post_init__(self) -> None:
         self._stream = DecodeStream(skip_special_tokens=self.params.skip_special_tokens)

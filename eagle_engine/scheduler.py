@@ -102,7 +102,7 @@ class Scheduler:
         # Drawn anew, the last token would be the same; it is known.
         root = torch.tensor(request.token_ids[-1:], device=self._device) if resumed else draw_first(self.models, state, slot, row, length, request.updated_processor())
         begin(state, slot, row, root, length, num_emitted=0 if resumed else 1)
-        request.draft_rows = length - 1
+        request.draft_rows, request.num_missed = length - 1, 0
         self._register(request)
 
     def make_room(self, settle: Callable[[], None] | None = None) -> None:

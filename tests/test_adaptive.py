@@ -7,7 +7,7 @@ import torch
 from eagle_engine import EagleConfig, SamplingParams
 from eagle_engine.engine import MAX_BEHIND
 from eagle_engine.state import GAIN_UNITS
-from eagle_engine.step import draft
+from eagle_engine.step import catch_up, draft
 from eagle_engine.tree_gains import measure_gains
 from eagle_engine.tree_shape import tree_shapes
 from helpers import assert_exact
@@ -69,7 +69,7 @@ def test_a_drafter_that_catches_up_is_that_of_a_fresh_prefill(kind, plain_steps)
         engine.step()
     state = engine.state
     seq_len = int(state.seq_lens[0])
-    assert 0 < int(state.num_missed[0]) <= engine._behind <= MAX_BEHIND
+    assert 0 < int(state.num_missed[0]) <= engine.scheduler.running[0].num_missed <= MAX_BEHIND
     plan = iter([15])
     with torch.inference_mode():
         engine._choose_shape(engine.scheduler.running)
@@ -104,6 +104,20 @@ def test_requests_that_join_while_nothing_is_drafted_are_not_behind():
     while engine.has_unfinished():
         outputs |= {output.request_id: output.token_ids for output in engine.step()}
     assert [outputs[i] for i in ids] == [plain_tokens(target, prompt, params) for prompt in prompts]
+
+
+def test_what_earlier_requests_have_missed_is_nobodys_concern(monkeypatch):
+    """The drafter catches up when somebody who runs is far behind, by as many pairs as the furthest is."""
+    target = tiny_target("llama")
+    engine = make_engine(target, random_drafter(target), tree="adaptive", enable_prefix_caching=False)
+    engine.sizes.choose = lambda gains, context: 0
+    rows = []
+    monkeypatch.setattr("eagle_engine.engine.catch_up", lambda models, state, batch, count: rows.append(count) or catch_up(models, state, batch, count))
+    for seed in range(4):
+        engine.generate([random_tokens(seed, 9)], SamplingParams(temperature=0.0, max_tokens=MAX_BEHIND - 4))
+    assert rows == []
+    engine.generate([random_tokens(9, 9)], SamplingParams(temperature=0.0, max_tokens=2 * MAX_BEHIND))
+    assert rows == [MAX_BEHIND]
 
 
 @pytest.mark.parametrize("tokens, cached", [(30, 8), (MAX_BEHIND + 20, 72)], ids=["behind", "caught-up-once"])
