@@ -212,7 +212,9 @@ class TreeSizes:
                 self._shared[i] = value if self._num_looks[i] == 1 else self._shared[i] + max(LASTING, 1 / self._num_looks[i]) * (value - self._shared[i])
         if before:
             grown = self._shared[executed] / before
-            self._shared = [shared * grown if value is None and shared is not None else shared for value, shared in zip(known, self._shared)]
+            self._shared = [
+                min(shared * grown, shape.max_depth) if value is None and shared is not None else shared for value, shared, shape in zip(known, self._shared, self.shapes[1:])
+            ]
 
     def _candidates(self, gains: Sequence[list[float | None]], costs: list[float]) -> list[Candidate | None]:
         """None: of such a tree nothing is known yet."""

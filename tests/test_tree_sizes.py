@@ -107,6 +107,16 @@ def test_a_first_look_that_misleads_is_corrected():
     assert all(0.5 < after / value < 0.6 for value, after in zip(before, sizes._shared))
 
 
+def test_no_tree_is_believed_to_bring_more_than_its_depth():
+    """Whatever a shallow tree brings after one that brought next to nothing."""
+    sizes = sizes_with()
+    sizes.observe(len(SHAPES) - 1, [], [0.01 * (shape.num_nodes - 1) for shape in SHAPES[1:]], 0)
+    shallow = next(i for i, shape in enumerate(SHAPES) if shape.max_depth == 1)
+    for _ in range(3):
+        sizes.observe(shallow, [], [0.9 if shape.max_depth == 1 else -1.0 for shape in SHAPES[1:]], 1)
+    assert all(value <= shape.max_depth for value, shape in zip(sizes._shared, SHAPES[1:]))
+
+
 def test_drafting_that_is_on_stays_on_through_what_estimates_waver_by():
     sizes, steady = sizes_with(), {}
     plain = sizes.profile.seconds(0, 1, 100)
