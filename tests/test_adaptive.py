@@ -120,6 +120,20 @@ def test_what_earlier_requests_have_missed_is_nobodys_concern(monkeypatch):
     assert rows == [MAX_BEHIND]
 
 
+def test_a_request_that_goes_on_has_missed_nothing():
+    """What the drafter had missed of it before it was preempted is in its prefill."""
+    target = tiny_target("llama")
+    engine = make_engine(target, random_drafter(target), tree="adaptive", enable_prefix_caching=False)
+    engine.sizes.choose = lambda gains, context: 0
+    engine.add_request(random_tokens(5, 9), SamplingParams(temperature=0.0, max_tokens=60))
+    for _ in range(20):
+        engine.step()
+    engine.scheduler.preempt(engine.scheduler.running[0])
+    for _ in range(4):
+        engine.step()
+    assert engine.scheduler.running[0].num_missed == int(engine.state.num_missed[0]) == 4
+
+
 @pytest.mark.parametrize("tokens, cached", [(30, 8), (MAX_BEHIND + 20, 72)], ids=["behind", "caught-up-once"])
 def test_rows_that_the_drafter_has_missed_are_not_found_by_others(tokens, cached):
     """A request that ends while the drafter is behind leaves only what is final in both caches."""

@@ -6,10 +6,10 @@ import random
 import pytest
 from eagle_engine import EagleConfig, Engine, SamplingParams
 from eagle_engine.step_pace import LIMIT, StepPace
-from eagle_engine.tree_sizes import COMPARE, TreeSizes
+from eagle_engine.tree_sizes import COMPARE, MARGIN, STAYS, TreeSizes
 from test_step_graphs import CountingGraphs
 from test_tree_sizes import ADAPTIVE, SHAPES, drive
-from tiny_engines import made_up_profile, oracle_drafter, plain_tokens, tiny_target
+from tiny_engines import made_up_profile, oracle_drafter, plain_tokens, random_drafter, tiny_target
 from tiny_targets import random_tokens
 
 
@@ -126,6 +126,40 @@ def test_batch_sizes_have_their_own():
         sizes.took(index, batch, 100, sizes.profile.seconds(index, batch, 100) * (1.1 if index and batch == 3 else 1.0))
     assert sizes.pace(3) is sizes.pace(4) is not sizes.pace(1)
     assert sizes.pace(1).ratio(1) == 1.0 and 1.08 < sizes.pace(3).ratio(1) < 1.11
+
+
+def test_steps_on_both_sides_of_another_batch_size_are_not_compared():
+    """The machine may be another by then."""
+    sizes = TreeSizes(SHAPES, made_up_profile(ADAPTIVE))
+    for visit in range(100):
+        index = visit % 2
+        sizes.took(index, 1, 100, sizes.profile.seconds(index, 1, 100) * (1.2 if index else 1.0))
+        sizes.took(0, 3, 100, sizes.profile.seconds(0, 3, 100))
+    assert sizes.pace(1).ratio(1) == 1.0
+
+
+def test_drafting_goes_on_after_a_step_that_compares():
+    """On terms of drafting that is on: the step of plain decoding was no decision to go off."""
+    sizes = TreeSizes(SHAPES, made_up_profile(ADAPTIVE))
+    gain = (STAYS + MARGIN) / 2 * sizes.profile.seconds(1, 1, 100) / sizes.profile.seconds(0, 1, 100) - 1
+    sizes._shared, sizes._num_looks, sizes._last, sizes._since_compared = [gain] * (len(SHAPES) - 1), [100] * (len(SHAPES) - 1), 1, COMPARE
+    sizes._num_compared = [0] + [9] * (len(SHAPES) - 1)
+    sizes._expected = sizes._accepted = 1.0
+    sizes.took(1, 1, 100, 1.0)
+    assert sizes.choose([[]], 100) == 0 and sizes.decision.reason == "compare"
+    assert sizes.choose([[]], 100) == 1 and sizes.decision.reason == "best"
+
+
+def test_steps_that_record_a_forward_are_not_timed(tmp_path, monkeypatch):
+    monkeypatch.setenv("EAGLE_CACHE", str(tmp_path))
+    target = tiny_target("llama")
+    config = EagleConfig(tree="adaptive", max_depth=2, num_nodes=4, max_batch_size=4, max_model_len=200, page_size=4)
+    engine = Engine(target, random_drafter(target), None, config, eos_token_ids=())
+    recorded, steps, seen = engine._num_recorded, sum(engine.sizes.num_steps.values()), []
+    monkeypatch.setattr(engine.sizes, "took", lambda *arguments: seen.append(arguments))
+    engine.generate([random_tokens(i, 9) for i in range(3)], SamplingParams(temperature=0.0, max_tokens=30))
+    recorded, steps = engine._num_recorded - recorded, sum(engine.sizes.num_steps.values()) - steps
+    assert recorded > 0 and len(seen) == steps - recorded  # three sequences were not measured beforehand
 
 
 @pytest.mark.parametrize("how", ["measured", "given", "captured"])
