@@ -1,10 +1,10 @@
 """Batches of growing size: plain decoding, a fixed tree of the default size and the adaptive tree, in turns on the same prompts; tokens per second of each over plain, and whether every answer is that of plain decoding.
 
-    python bench/batch_scaling.py [--batch-sizes 1 2 4 8 16] [--rounds 6] [--queue 3] [--max-new-tokens 64] [--output FILE.json] [--plot FILE.png]
+    python bench/batch_scaling.py [--batch-sizes 1 2 4 8 16] [--rounds 6] [--queue 3] [--least 16] [--max-new-tokens 64] [--output FILE.json] [--plot FILE.png]
     python bench/batch_scaling.py --useless-drafter        # a drafter with random weights in place of the real one: what drafting costs where it cannot pay
 
-A round is a queue of prompts, several for each place in the batch, answered by every mode, in an order that rotates: when a request ends the next takes its place. Greedy; end tokens are ignored, so that all
-answers are equally long; prompts are computed anew each time. Exit status 1 when tokens differ.
+A round is a queue of prompts, several for each place in the batch and --least in any case (a round of few tokens tells little on a shared machine), answered by every mode, in an order that rotates: when a request ends
+the next takes its place. Greedy; end tokens are ignored, so that all answers are equally long; prompts are computed anew each time. Exit status 1 when tokens differ.
 """
 
 from __future__ import annotations
@@ -148,8 +148,10 @@ def report(measured: dict[int, dict[str, Measured]], differences: list[dict]) ->
     batches = []
     for batch, modes in measured.items():
         rows = {mode: one.report(modes["plain"]) for mode, one in modes.items()}
-        best = max(row["ratio"] for mode, row in rows.items() if mode != "adaptive")
-        batches.append({"batch": batch, "modes": rows, "adaptive_over_best": rows["adaptive"]["ratio"] / best})
+        best = max((mode for mode in rows if mode != "adaptive"), key=lambda mode: rows[mode]["ratio"])
+        each = [theirs / ours for theirs, ours in zip(modes[best].seconds, modes["adaptive"].seconds)]
+        quartiles = statistics.quantiles(each, method="inclusive") if len(each) > 1 else each * 3
+        batches.append({"batch": batch, "modes": rows, "best": best, "adaptive_over_best": statistics.median(each), "middle_half": [quartiles[0], quartiles[2]]})
     return {"batches": batches, "least_adaptive_over_best": min(row["adaptive_over_best"] for row in batches), "differences": differences}
 
 
@@ -162,8 +164,9 @@ def table(result: dict) -> str:
             shapes = "; ".join(f"{shape} {share:.0%}" for shape, share in list(one["shapes"].items())[:4])
             lines.append(f"{row['batch']:>5}  {mode:<10}{one['tokens_per_second']:>10.1f}{one['ratio']:>12.3f}{one['decode_ratio']:>10.3f}{one['acceptance_length']:>12.2f}   {shapes}")
     best = "plain and fixed" if "fixed" in modes else "plain"
-    each = ", ".join(f"batch {row['batch']}: {row['adaptive_over_best']:.3f}" for row in result["batches"])
-    lines += ["", "tokens/s: prefill included; over plain: medians of ratios in one round, then without the prefill", f"adaptive over the best of {best}: {each}; least {result['least_adaptive_over_best']:.3f}"]
+    each = ", ".join(f"batch {row['batch']}: {row['adaptive_over_best']:.3f} ({row['middle_half'][0]:.3f} to {row['middle_half'][1]:.3f})" for row in result["batches"])
+    lines += ["", "tokens/s: prefill included; over plain: medians of ratios in one round, then without the prefill"]
+    lines.append(f"adaptive over the best of {best}, likewise, and the middle half of the rounds: {each}; least {result['least_adaptive_over_best']:.3f}")
     differences = result["differences"]
     lines.append(f"{len(differences)} answers differ from plain decoding" if differences else "every token is that of plain decoding")
     lines += [f"  batch {one['batch']}, round {one['round']}, {one['mode']}, prompt {one['prompt']}: token {one['token']} is the first" for one in differences]
@@ -200,6 +203,7 @@ def main() -> int:
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 2, 4, 8, 16], metavar="N", help="default: 1 2 4 8 16")
     parser.add_argument("--rounds", type=int, default=6, metavar="N", help="queues for each batch size (default: %(default)s)")
     parser.add_argument("--queue", type=int, default=3, metavar="N", help="prompts of a round for each place in the batch (default: %(default)s)")
+    parser.add_argument("--least", type=int, default=16, metavar="N", help="and at least so many (default: %(default)s)")
     parser.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="default: %(default)s")
     parser.add_argument("--max-model-len", type=int, default=1024, metavar="N", help="default: %(default)s")
     parser.add_argument("--threads", type=int, metavar="N", help="default: one for each core")
@@ -208,8 +212,8 @@ def main() -> int:
     parser.add_argument("--output", metavar="FILE.json", help="also write the JSON to a file")
     parser.add_argument("--plot", metavar="FILE", help="draw it to a .png or .svg file")
     args = parser.parse_args()
-    if min(args.batch_sizes) < 1 or args.rounds < 1 or args.queue < 1 or args.max_new_tokens < 2:
-        parser.error("--batch-sizes, --rounds and --queue must be at least 1, --max-new-tokens 2")
+    if min(args.batch_sizes) < 1 or args.rounds < 1 or args.queue < 1 or args.least < 1 or args.max_new_tokens < 2:
+        parser.error("--batch-sizes, --rounds, --queue and --least must be at least 1, --max-new-tokens 2")
     try:
         output, picture = (None if name is None else output_file(option, name, kinds) for option, name, kinds in (("--output", args.output, (".json",)), ("--plot", args.plot, SUFFIXES)))
         if picture is not None:
@@ -223,11 +227,11 @@ def main() -> int:
         measured, differences = {}, []
         for batch in sorted(set(args.batch_sizes)):
             modes, described = make_engines(args, models, batch)
-            measured[batch], found = measure(modes, prompts, [row.id for row in rows], batch, args.queue * batch, args.rounds, args.max_new_tokens)
+            measured[batch], found = measure(modes, prompts, [row.id for row in rows], batch, max(args.queue * batch, args.least), args.rounds, args.max_new_tokens)
             differences += found
     except EagleError as error:
         parser.error(str(error))
-    setting = {"models": described + (", random weights" if args.useless_drafter else ""), "prompts": args.prompts, "num_prompts": len(rows)} | {name: getattr(args, name) for name in ("rounds", "queue", "max_new_tokens", "useless_drafter")}
+    setting = {"models": described + (", random weights" if args.useless_drafter else ""), "prompts": args.prompts, "num_prompts": len(rows)} | {name: getattr(args, name) for name in ("rounds", "queue", "least", "max_new_tokens", "useless_drafter")}
     result = {"setting": setting} | report(measured, differences)
     if output is not None:
         output.write_text(json.dumps(result, indent=1) + "\n")

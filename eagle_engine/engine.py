@@ -305,12 +305,14 @@ class Engine:
         running = list(scheduler.running)
         if not running:
             return
+        pending = self._pending
         shape = self._choose_shape(running)
         if eager:
             observe = None if self._observer is None else partial(self._observer, [request.request_id for request in running])
             looks = self.sizes is None or self.sizes.wants_gains
+            models = self._models_of(shape, looks)._replace(max_pending=pending)
             processors, num_recorded, start = [request.updated_processor() for request in running], self._num_recorded, time.perf_counter()
-            run_step(self._models_of(shape, looks), self.state, len(running), self.timer, observe, processors)
+            run_step(models, self.state, len(running), self.timer, observe, processors)
             if self._corrects_profile and observe is None and self._num_recorded == num_recorded:  # recording a forward takes longer than the forward
                 self.sizes.took(shape, len(running), _mean_rows(running), time.perf_counter() - start)
             self._deliver(running, shape, self.state.outputs, looks)
@@ -429,12 +431,12 @@ class Engine:
 
     def _run_dummies_and_wait(self, batch: int, shape: int) -> None:
         if self._graphs is None:
-            self._run_dummies(batch, shape)
+            self._run_dummies(batch, shape, self.shapes[shape].max_depth + 1)  # as after another step of this shape
         else:
             self._graphs.replay_and_wait(batch, shape)
 
-    def _run_dummies(self, batch: int, shape: int) -> None:
-        run_step(self._models_of(shape), self.state, batch, PhaseTimer())
+    def _run_dummies(self, batch: int, shape: int, max_pending: int | None = None) -> None:
+        run_step(self._models_of(shape)._replace(max_pending=max_pending), self.state, batch, PhaseTimer())
 
     def _need_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:

@@ -46,6 +46,7 @@ class Models(NamedTuple):
     filter_order  "hf" or "vllm"
     graphs        recorded forwards; None: eager
     sizes         shapes with drafts that later steps may have, whose gains a step measures; (): nobody asks
+    max_pending   pairs that the step before can have left to the drafter, of any sequence; None: as many as the largest tree leaves
     """
 
     target: TargetModel
@@ -55,6 +56,7 @@ class Models(NamedTuple):
     filter_order: str
     graphs: VerifyGraphs | None = None
     sizes: tuple[TreeShape, ...] = ()
+    max_pending: int | None = None
 
     @property
     def captured_layers(self) -> tuple[int, ...]:
@@ -101,7 +103,7 @@ def draft(models: Models, state: DecodeState, batch: int) -> tuple[DraftPool, li
     drafter, shape = models.drafter, models.shape
     pool = state.pool(batch, shape.pool_size)
     cache, page_table, seq_lens = state.draft_cache[0], state.page_table[:batch], state.seq_lens[:batch]
-    features = extend(drafter, state, batch)
+    features = extend(drafter, state, batch, models.max_pending)
     frontier = Frontier(state.root_tokens[:batch, None], state.root_scores[:batch], state.root_pool_index[:batch], features, state.root_mask_words(batch, shape.draft_mask_words))
     draft_probs = []
     for depth, level in enumerate(shape.levels):
@@ -120,15 +122,16 @@ def draft(models: Models, state: DecodeState, batch: int) -> tuple[DraftPool, li
     return pool, draft_probs
 
 
-def extend(drafter: Drafter, state: DecodeState, batch: int) -> Tensor:
+def extend(drafter: Drafter, state: DecodeState, batch: int, max_pending: int | None = None) -> Tensor:
     """Append the pending pairs to the drafter's committed rows; the feature predicted after the last of them, [B, 1, H]. Nothing may have been missed (`catch_up`).
 
-    All max_depth + 1 rows are run, so that the shape is fixed; rows past num_pending write above seq_lens, where the draft levels write next.
+    max_pending rows are run of every sequence, so that the shape is fixed; rows past num_pending write above seq_lens, where the draft levels write next. None: all columns of the pending pairs.
     """
-    num_pending = state.num_pending[:batch]
+    num_pending, offsets = state.num_pending[:batch], state.pending_offsets[:max_pending]
     draft_lens = torch.sub(state.seq_lens[:batch], num_pending, out=torch.empty_like(state.seq_lens[:batch]))
-    position_ids = draft_lens[:, None] + state.pending_offsets
-    features = drafter.forward(state.pending_tokens[:batch], drafter.fuse(state.pending_features[:batch]), position_ids, state.draft_cache[0], draft_lens, state.page_table[:batch])
+    position_ids = draft_lens[:, None] + offsets
+    tokens, states = (pairs[:batch, :max_pending].contiguous() for pairs in (state.pending_tokens, state.pending_features))
+    features = drafter.forward(tokens, drafter.fuse(states), position_ids, state.draft_cache[0], draft_lens, state.page_table[:batch])
     last = (num_pending - 1)[:, None, None].expand(-1, 1, features.shape[-1])
     return features.gather(1, last)
 

@@ -15,7 +15,7 @@ from tiny_engines import DRAFTERS, made_up_profile, make_engine, random_drafter,
 from tiny_targets import random_tokens
 
 BENCH = Path(__file__).parent.parent / "bench"
-OPTIONS = ("--batch-sizes", "2", "1", "--rounds", "4", "--queue", "1", "--max-new-tokens", "10", "--max-model-len", "60")
+OPTIONS = ("--batch-sizes", "2", "1", "--rounds", "4", "--queue", "1", "--least", "1", "--max-new-tokens", "10", "--max-model-len", "60")
 
 
 @pytest.fixture
@@ -51,7 +51,10 @@ def test_every_mode_answers_every_prompt(program, tmp_path):
         assert (plain["ratio"], plain["decode_ratio"], plain["acceptance_length"], plain["shapes"]) == (1.0, 1.0, 1.0, {"plain": 1.0})
         assert modes["fixed"]["shapes"] == {"depth 2, 5 nodes": 1.0} and 1 <= modes["fixed"]["acceptance_length"] <= 3
         assert sum(modes["adaptive"]["shapes"].values()) == pytest.approx(1.0) and "plain" in modes["adaptive"]["shapes"]
-        assert row["adaptive_over_best"] == pytest.approx(modes["adaptive"]["ratio"] / max(1.0, modes["fixed"]["ratio"]))
+        best = "fixed" if modes["fixed"]["ratio"] > 1 else "plain"
+        each = sorted(theirs / ours for theirs, ours in zip(modes[best]["seconds"], modes["adaptive"]["seconds"]))
+        assert row["best"] == best and row["adaptive_over_best"] == pytest.approx((each[1] + each[2]) / 2)
+        assert row["middle_half"] == pytest.approx([each[0] + 0.75 * (each[1] - each[0]), each[2] + 0.25 * (each[3] - each[2])])
     assert result["least_adaptive_over_best"] == min(row["adaptive_over_best"] for row in result["batches"])
 
 
@@ -75,6 +78,13 @@ def test_modes_take_turns_on_the_same_prompts(program, monkeypatch):
     assert rounds[::3] == [(a, b), (c, a), (b, c), (a, b)] and len({a, b, c}) == 3
 
 
+def test_rounds_have_the_least_number_of_prompts(program, monkeypatch):
+    counts, generate = [], Engine.generate
+    monkeypatch.setattr(Engine, "generate", lambda self, prompts, params: counts.append((self.config.max_batch_size, len(prompts))) or generate(self, prompts, params))
+    assert program("--least", 3, "--queue", 2, "--rounds", 1)[0] == 0
+    assert counts == 3 * [(1, 1)] + 3 * [(1, 3)] + 3 * [(2, 2)] + 3 * [(2, 4)]
+
+
 def test_a_difference_is_reported(program, monkeypatch):
     plant_difference(monkeypatch, at=3)
     status, out = program("--json", "--limit", 1, "--batch-sizes", 1, "--rounds", 2)
@@ -89,7 +99,7 @@ def test_table_and_plot(program, tmp_path):
     assert status == 0 and (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG\r\n")
     lines = out.splitlines()
     assert [tuple(line.split()[:2]) for line in lines[3:9]] == [(batch, mode) for batch in "12" for mode in ("plain", "fixed", "adaptive")]
-    assert lines[-2].startswith("adaptive over the best of plain and fixed: batch 1: ") and lines[-1] == "every token is that of plain decoding"
+    assert lines[-2].startswith("adaptive over the best of plain and fixed, likewise, and the middle half of the rounds: batch 1: ") and lines[-1] == "every token is that of plain decoding"
     assert program("--plot", tmp_path / "plot.svg")[0] == 0 and ">adaptive</text>" in (tmp_path / "plot.svg").read_text()
 
 
@@ -114,7 +124,7 @@ def test_useless_drafter(program, batch_scaling, monkeypatch):
     assert status == 0 and result["differences"] == [] and result["setting"]["models"].endswith("random weights")
     for row in result["batches"]:
         assert list(row["modes"]) == ["plain", "adaptive"] and row["adaptive_over_best"] == row["modes"]["adaptive"]["ratio"]
-    assert "adaptive over the best of plain: batch 1: " in program("--useless-drafter")[1]
+    assert "adaptive over the best of plain, likewise, and the middle half of the rounds: batch 1: " in program("--useless-drafter")[1]
 
 
 @pytest.mark.parametrize("kind", DRAFTERS)
@@ -139,13 +149,16 @@ def test_figures_are_medians_of_rounds(batch_scaling):
     assert row["modes"]["fixed"]["tokens_per_second"] == 12.5 and row["modes"]["fixed"]["ratio"] == 1.25 and row["modes"]["fixed"]["acceptance_length"] == 2.0
     assert row["modes"]["adaptive"]["ratio"] == 2.0 and row["modes"]["adaptive"]["decode_ratio"] == 1.0
     assert row["modes"]["adaptive"]["decode_tokens_per_second"] == pytest.approx(18 / 0.5) and row["modes"]["adaptive"]["shapes"] == {"depth 2, 5 nodes": 0.75, "plain": 0.25}
-    assert row["adaptive_over_best"] == result["least_adaptive_over_best"] == 2.0 / 1.25
-    assert "batch 4: 1.600; least 1.600" in batch_scaling.table(result)
+    # The best of the others by its median; then round by round: 0.5 / 0.5, 1.6 / 1.0, 8.0 / 16.0.
+    assert row["best"] == "fixed" and row["adaptive_over_best"] == result["least_adaptive_over_best"] == 1.0 and row["middle_half"] == pytest.approx([0.75, 1.3])
+    assert "batch 4: 1.000 (0.750 to 1.300); least 1.000" in batch_scaling.table(result)
+    one = {mode: measured(tokens=2, answers=1, steps=1, seconds=[seconds], prefill=[0.0], shapes=Counter(plain=1)) for mode, seconds in (("plain", 2.0), ("adaptive", 4.0))}
+    assert batch_scaling.report({1: one}, [])["batches"][0]["middle_half"] == [0.5, 0.5]
 
 
 def test_mistakes(program, tmp_path, capsys):
     for options, message in (
-        (("--rounds", 0), "--rounds and --queue must be at least 1"),
+        (("--least", 0), "--rounds, --queue and --least must be at least 1"),
         (("--draft", "none"), "--draft none leaves nothing to compare"),
         (("--output", "result.txt"), "--output result.txt: expected a file that ends in .json"),
         (("--plot", tmp_path / "none" / "plot.png"), "there is no directory"),
