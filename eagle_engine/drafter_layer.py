@@ -78,6 +78,13 @@ def queries_keys_values(ops: DrafterOps, config: DrafterConfig, x: Tensor) -> tu
     return qkv.split((c.num_heads, c.num_kv_heads, c.num_kv_heads), dim=-2)
 
 
+def keys_values(ops: DrafterOps, config: DrafterConfig, x: Tensor) -> tuple[Tensor, Tensor]:
+    """As queries_keys_values, without the queries."""
+    c = config.layer
+    kv = ops.linear(x, *(f"{config.prefix}self_attn.{name}_proj" for name in "kv")).unflatten(-1, (-1, c.head_dim))
+    return kv.split(c.num_kv_heads, dim=-2)
+
+
 def head_input(ops: DrafterOps, config: DrafterConfig, features: Tensor) -> Tensor:
     """What the head is applied to: the feature of EAGLE-1/2 and with norm_output, its norm otherwise."""
     return ops.rms_norm(features, "norm") if config.version == 3 and not config.norm_output else features

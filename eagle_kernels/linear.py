@@ -67,6 +67,13 @@ def unpack_weight(packed: PackedWeight) -> Tensor:
     return rows.reshape(*lead, panels * PANEL, depth)[..., : packed.out_features, : packed.in_features].contiguous()
 
 
+def slice_outputs(packed: PackedWeight, start: int) -> PackedWeight:
+    """The outputs start, start + 1, ... of the weight [N, K] as one of its own, in the same memory. ValueError where no panel begins at `start` (any multiple of 16; rows: anywhere)."""
+    if not 0 <= start < packed.out_features or (packed.layout == "panels" and start % PANEL != 0):
+        raise ValueError(f"start: expected a multiple of {PANEL if packed.layout == 'panels' else 1} below {packed.out_features}, got {start}")
+    return packed._replace(data=packed.data[start if packed.layout == "rows" else start // PANEL :], out_features=packed.out_features - start)
+
+
 def linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None, *, deterministic: bool = False, out: Tensor | None = None) -> Tensor:
     """y = x W^T + bias.
 

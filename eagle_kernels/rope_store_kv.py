@@ -10,7 +10,7 @@ def rope_store_kv(
 ) -> None:
     """Rotate q in place; write the rotated k, and v, into the cache at tentative rows row_offset, row_offset + 1, ...
 
-    q             [B, Q, q_heads, D] fp32 (CUDA: bf16 or fp16), last dimension contiguous; modified
+    q             [B, Q, q_heads, D] fp32 (CUDA: bf16 or fp16), last dimension contiguous; modified. No heads where nothing asks: keys and values are stored alone
     k, v          [B, Q, kv_heads, D] as q, last dimension contiguous
     position_ids  [B, Q] int64; positions outside the table use its nearest end (padding rows only: the engine sizes the table by the longest sequence)
     rope_table    [max_positions, D] fp32, cos of the D / 2 frequencies, then sin

@@ -13,7 +13,7 @@ from eagle_engine.drafter_config import DrafterConfig
 from eagle_engine.drafter_format import parse_drafter_config
 from eagle_engine.rope import rope_table
 from helpers import assert_exact, make_paged_cache
-from tiny_engines import drafter_config, random_drafter, random_tensors, tiny_target
+from tiny_engines import DRAFTERS, drafter_config, random_drafter, random_eagle3, random_tensors, tiny_target
 
 OPTIONS = {
     "bias": {},
@@ -206,3 +206,31 @@ def test_token_list_files(tmp_path, suffix):
     file.write_text("no list")
     with pytest.raises(EagleError, match=file.name):
         read_token_ids(file, 10)
+
+
+STORING = DRAFTERS | {name: lambda target, options=options: random_drafter(target, **options) for name, options in OPTIONS.items()} | {
+    "queries-that-fill-no-panel": lambda target: random_eagle3(target, hidden_size=40, target_hidden_size=target.config.hidden_size),
+}
+
+
+@pytest.mark.parametrize("kind", STORING)
+def test_store_leaves_what_forward_leaves(kind: str) -> None:
+    """Keys and values alone, which are projected from a part of the weights that forward uses; the part is not counted twice."""
+    target = tiny_target("llama", num_hidden_layers=7)
+    drafter = STORING[kind](target)
+    layer = drafter.config.layer
+    caches = [make_paged_cache([3, 0], 9, 4, layer.num_kv_heads, layer.head_dim) for _ in range(2)]
+    caches[1].page_table.copy_(caches[0].page_table)
+    for cache in caches:
+        cache.kv.fill_(float("nan"))
+    tokens, states = torch.randint(0, target.config.vocab_size, (2, 9)), torch.randn(2, 9, drafter.config.fused_size)
+    positions = caches[0].seq_lens[:, None] + torch.arange(9)
+    for method, cache in zip((drafter.forward, drafter.store), caches):
+        method(tokens, drafter.fuse(states), positions, cache.kv, cache.seq_lens, cache.page_table)
+    assert_exact(caches[1].kv, caches[0].kv)
+    assert (~caches[0].kv.isnan()).sum() == 2 * 2 * 9 * layer.num_kv_heads * layer.head_dim
+    shares = kind != "queries-that-fill-no-panel"
+    pointers = {weight.data.untyped_storage().data_ptr(): weight.data.untyped_storage().nbytes() for weight, _ in drafter._weights.values()}
+    assert len(pointers) == len(drafter._weights) - shares
+    others = [weight.data.nbytes for weight in (drafter.embedding, drafter.head) if weight is not target.embedding and weight is not target.head]
+    assert drafter.num_bytes == sum(pointers.values()) + sum(others)

@@ -9,6 +9,7 @@ from eagle_kernels import (
     pack_weight,
     reference,
     route_experts,
+    slice_outputs,
     unpack_weight,
 )
 from helpers import assert_bad_tensors_refused, assert_close_fp32, assert_exact, assert_refused, strided_copy
@@ -26,6 +27,23 @@ def test_pack_and_unpack(shape: tuple[int, int], dtype: torch.dtype) -> None:
     packed = pack_weight(weight)
     assert (packed.out_features, packed.in_features) == shape
     assert_exact(unpack_weight(packed), weight)
+
+
+@dtypes
+@pytest.mark.parametrize("layout", ["panels", "rows"])
+def test_a_slice_gives_the_outputs_of_the_whole(layout: str, dtype: torch.dtype, isa: str) -> None:
+    weight = torch.randn(75, 33).to(dtype if layout == "panels" else torch.bfloat16)
+    packed = pack_weight(weight, layout)
+    for start in (0, 16, 64):
+        part = slice_outputs(packed, start)
+        assert part.data.data_ptr() == packed.data[start if layout == "rows" else start // 16 :].data_ptr()
+        assert_exact(unpack_weight(part), weight[start:])
+        if layout == "panels":
+            x = torch.randn(5, 33)
+            assert_exact(linear(x, part), linear(x, packed)[:, start:])
+    for start in (-16, 75, 80) + ((5,) if layout == "panels" else ()):
+        with pytest.raises(ValueError, match=f"start: expected a multiple of {16 if layout == 'panels' else 1} below 75, got {start}"):
+            slice_outputs(packed, start)
 
 
 @dtypes

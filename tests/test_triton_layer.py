@@ -80,6 +80,7 @@ ROPE_CASES = [
     Case((15,), 5, 8, 2, 128, 128),
     Case((1, 17), 2, 3, 3, 256, 16, row_offset=1),
     Case((3,), 2, 2, 1, 6, 4),
+    Case((5, 31), 3, 0, 9, 64, 16),
 ]
 
 
@@ -88,7 +89,8 @@ ROPE_CASES = [
 def test_rope_store_kv(dtype: torch.dtype, case: Case) -> None:
     batch, heads, kv_heads, dim = len(case.seq_lens), case.num_heads, case.num_kv_heads, case.head_dim
     fused = strided_copy(torch.randn(batch, case.num_queries, (heads + 2 * kv_heads) * dim).to(dtype))
-    q, k, v = (part.unflatten(-1, (-1, dim)) for part in fused.split([heads * dim, kv_heads * dim, kv_heads * dim], dim=-1))
+    counts = (heads, kv_heads, kv_heads)
+    q, k, v = (part.unflatten(-1, (count, dim)) for part, count in zip(fused.split([count * dim for count in counts], dim=-1), counts))
     before = fused._base.clone()
     position_ids, table = torch.randint(0, 300, (batch, case.num_queries)), make_rope_table(300, dim)
     cache = make_paged_cache(case.seq_lens, case.row_offset + case.num_queries, case.page_size, kv_heads, dim, dtype=dtype)
@@ -98,7 +100,7 @@ def test_rope_store_kv(dtype: torch.dtype, case: Case) -> None:
     rope_store_kv(q, k, v, position_ids, table, *cache, case.row_offset)
     assert_exact(q, plain_q.to(dtype))
     assert_exact(cache.kv, plain.kv)
-    q.copy_(before[..., 2 : 2 + heads * dim].unflatten(-1, (-1, dim)))
+    q.copy_(before[..., 2 : 2 + heads * dim].unflatten(-1, (heads, dim)))
     assert_exact(fused._base, before)
 
 
