@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 from eagle_engine import EagleConfig, SamplingParams
-from eagle_engine.engine import MAX_BEHIND
+from eagle_engine.engine_core import MAX_BEHIND
 from eagle_engine.state import GAIN_UNITS
 from eagle_engine.step import catch_up, draft
 from eagle_engine.tree_gains import measure_gains
@@ -112,7 +112,7 @@ def test_what_earlier_requests_have_missed_is_nobodys_concern(monkeypatch):
     engine = make_engine(target, random_drafter(target), tree="adaptive", enable_prefix_caching=False)
     engine.sizes.choose = lambda gains, context: 0
     rows = []
-    monkeypatch.setattr("eagle_engine.engine.catch_up", lambda models, state, batch, count: rows.append(count) or catch_up(models, state, batch, count))
+    monkeypatch.setattr("eagle_engine.engine_core.catch_up", lambda models, state, batch, count: rows.append(count) or catch_up(models, state, batch, count))
     for seed in range(4):
         engine.generate([random_tokens(seed, 9)], SamplingParams(temperature=0.0, max_tokens=MAX_BEHIND - 4))
     assert rows == []

@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from functools import partial
 
-import eagle_engine.engine as engine_module
+import eagle_engine.engine_core as engine_module
 import pytest
 import torch
 from cli_runner import one_error, pair, prompts, run  # noqa: F401  (fixtures)

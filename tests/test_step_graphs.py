@@ -119,7 +119,7 @@ def test_prefill_runs_once_short_and_once_long_before_the_first_request(monkeypa
         lengths.append(stop - start)
         return prefill_piece(models, state, page_table, token_ids, start, stop)
 
-    monkeypatch.setattr("eagle_engine.engine.prefill_piece", noted)
+    monkeypatch.setattr("eagle_engine.engine_core.prefill_piece", noted)
     target = tiny_target("llama")
     engine, _ = graphed(target, random_drafter(target), prefill_chunk=64, **TREES["dynamic"])
     assert sorted(lengths) == [1, 64]
