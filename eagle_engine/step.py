@@ -17,7 +17,7 @@ from eagle_engine.state import DecodeState
 from eagle_engine.target import TargetModel
 from eagle_engine.tree_gains import measure_gains
 from eagle_engine.tree_shape import TreeShape
-from eagle_kernels import Accepted, DraftPool, Frontier, Tree, accept, accept_rejection, advance, compact, draw_children, expand_topk, filter_probs, rerank, sample
+from eagle_kernels import Accepted, DraftPool, Frontier, Tree, accept, accept_rejection, advance, compact, draw_children, expand_topk, filter_probs, rerank
 
 PHASES = ("prefill", "draft", "verify", "sample", "compact", "graph")  # "graph": a captured step, all of it
 

@@ -7,7 +7,6 @@ import json
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 from eagle_engine.cli.common import note
 from eagle_engine.errors import EagleError
