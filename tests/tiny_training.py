@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import random
+import sys
 from pathlib import Path
 
+import pytest
 import torch
 from eagle_engine.training.config import TrainConfig
+from eagle_engine.training.run import train
 from tiny_pair import save_tokenizer
 from tiny_targets import save_directory
 
@@ -51,3 +54,35 @@ def weights_of(run: Path) -> dict[str, torch.Tensor]:
     from safetensors.torch import load_file
 
     return load_file(run / "drafter" / "model.safetensors")
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    return make_target(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return write_conversations(tmp_path_factory.mktemp("data") / "conversations.jsonl")
+
+
+def quietly(config: TrainConfig):
+    lines: list[str] = []
+    return train(config, progress=False, say=lines.append), lines
+
+
+def assert_same_weights(a: Path, b: Path) -> None:
+    first, second = weights_of(a), weights_of(b)
+    assert first.keys() == second.keys()
+    for name in first:
+        assert torch.equal(first[name], second[name]), name
+
+
+class Killed(BaseException):
+    pass
+
+
+def command(config: TrainConfig) -> list[str]:
+    path = Path(config.out).with_suffix(".json")
+    path.write_text(json.dumps(config.to_dict()))
+    return [sys.executable, "-m", "eagle_engine.cli", "train", "--config", str(path)]
