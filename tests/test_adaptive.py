@@ -4,7 +4,7 @@ import random
 
 import pytest
 import torch
-from eagle_engine import EagleConfig, SamplingParams
+from eagle_engine import EagleConfig, SamplingParams, step
 from eagle_engine.engine_core import MAX_BEHIND
 from eagle_engine.state import GAIN_UNITS
 from eagle_engine.step import catch_up, draft
@@ -118,6 +118,26 @@ def test_what_earlier_requests_have_missed_is_nobodys_concern(monkeypatch):
     assert rows == []
     engine.generate([random_tokens(9, 9)], SamplingParams(temperature=0.0, max_tokens=2 * MAX_BEHIND))
     assert rows == [MAX_BEHIND]
+
+
+def test_a_draft_takes_as_many_pending_pairs_as_the_last_step_can_have_left(monkeypatch):
+    """Rows beside these cost time and tell nothing; where steps are measured, too. Captured steps have one shape for all."""
+    target = tiny_target("llama")
+    for captured in (False, True):
+        engine = make_engine(target, random_drafter(target), tree="adaptive", enable_prefix_caching=False, graph_api=CountingGraphs() if captured else None)
+        taken, extend = [], step.extend
+        monkeypatch.setattr(step, "extend", lambda drafter, state, batch, rows: taken.append(rows) or extend(drafter, state, batch, rows))
+        chosen = choose_at_random(engine, 5, plain=1)
+        engine.generate([random_tokens(5, 9)], SamplingParams(temperature=0.0, max_tokens=60))
+        depths = [engine.shapes[index].max_depth for index in chosen]
+        assert len(set(depths)) > 4
+        assert set(taken) == {None} if captured else taken == [before + 1 for before, depth in zip([0, *depths], depths) if depth > 0]
+        if not captured:
+            taken.clear()
+            with torch.inference_mode():
+                engine._run_dummies_and_wait(1, 5)
+            assert taken == [engine.shapes[5].max_depth + 1]
+        monkeypatch.undo()
 
 
 def test_a_request_that_goes_on_has_missed_nothing():
