@@ -10,7 +10,7 @@ import eagle_engine.engine_core as engine_module
 import pytest
 import torch
 from cli_runner import one_error, pair, prompts, run  # noqa: F401  (fixtures)
-from eagle_engine import EagleConfig, SamplingParams, cost_profile, scheduler, tree_sizes, tuning
+from eagle_engine import EagleConfig, SamplingParams, cost_profile, machine_rates, scheduler, tree_sizes, tuning
 from eagle_engine.cli import common, profile, tune
 from eagle_engine.cost_profile import CostProfile
 from eagle_engine.engine import Engine
@@ -327,3 +327,18 @@ def test_machine_rates_are_those_of_what_the_kernels_do(monkeypatch):
 def test_ceilings_are_rates():
     rates = measure_ceilings("cpu", 1, num_bytes=1 << 20)
     assert all(1e6 < rate < 1e16 for rate in rates)
+
+
+@pytest.mark.parametrize("faster", ["gemm", "linear"])
+def test_the_multiply_rate_is_the_best_that_is_reached(faster, monkeypatch):
+    times = {"sum": 2.0, "max": 1.0, "dot": 4.0, "copy": 2.0, "gemm": 3.0, "linear": 3.0} | {faster: 0.5}
+
+    def timed(calls, rounds, timer):
+        for call in calls.values():
+            call()
+        return {name: times[name] for name in calls}
+
+    monkeypatch.setattr(machine_rates, "median_seconds", timed)
+    assert measure_ceilings("cpu", num_bytes=1 << 12) == Ceilings(4096.0, 4096.0, 2 * 1024**3 / 0.5)
+    # Products in bf16 are timed for the matrix unit alone, which eagle_kernels uses for parts of floats.
+    assert measure_ceilings("cpu", num_bytes=1 << 12, dtype=torch.bfloat16).fma_rate == 2 * 1024**3 / times["gemm"]
