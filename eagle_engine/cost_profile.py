@@ -8,7 +8,6 @@ import math
 import platform
 import time
 import warnings
-from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -61,11 +60,7 @@ class CostProfile:
 
     def seconds(self, shape: int, batch: int, context: float) -> float:
         """Of a step of `batch` sequences with `context` committed rows on average: linear between the batch sizes, and in the rows."""
-        # By hand: it is asked for every tree at every choice, and np.interp takes ten times as long.
-        right = min(bisect_left(self.batches, batch), len(self.batches) - 1)
-        left, measured = max(right - 1, 0), self.base[shape]
-        share = 1.0 if right == left else min((batch - self.batches[left]) / (self.batches[right] - self.batches[left]), 1.0)
-        return measured[left] + share * (measured[right] - measured[left]) + self.per_row[shape] * batch * max(context - SHORT, 0.0)
+        return float(np.interp(batch, self.batches, self.base[shape])) + self.per_row[shape] * batch * max(context - SHORT, 0.0)
 
 
 UNMEASURED = CostProfile([], [], [], [], 0)  # of an engine that is tuned before its first request

@@ -13,7 +13,7 @@ from eagle_engine.drafter_config import DrafterConfig, misfits
 from eagle_engine.errors import EagleError
 from eagle_engine.rope import rope_table
 from eagle_engine.target import TargetModel
-from eagle_kernels import PANEL, HeadTopK, PackedWeight, embedding, head_topk, linear, pack_weight, rms_norm, rope_store_kv, silu_mul, slice_outputs, tree_attention, unpack_weight
+from eagle_kernels import HeadTopK, PackedWeight, embedding, head_topk, linear, pack_weight, rms_norm, rope_store_kv, silu_mul, slice_outputs, tree_attention, unpack_weight
 
 
 class Drafter:
@@ -43,10 +43,10 @@ class Drafter:
             weight = torch.cat([tensors[f"{name}.weight"].to(device, dtype) for name in names])
             biases = [tensors[f"{name}.bias"].to(device, target.activation_dtype) for name in names if f"{name}.bias" in expected]
             self._weights[names] = pack_weight(weight, layout), torch.cat(biases) if biases else None
-            if names[0] == attention + "q_proj":  # keys and values alone, for pairs after which nothing is drafted
-                num_queries = config.layer.num_heads * config.layer.head_dim
-                shares = num_queries % PANEL == 0
-                self._weights[names[1:]] = slice_outputs(self._weights[names][0], num_queries) if shares else pack_weight(weight[num_queries:], layout), torch.cat(biases[1:]) if biases else None
+        # Keys and values alone, for pairs after which nothing is drafted.
+        queries_keys_values, num_queries = groups[1], config.layer.num_heads * config.layer.head_dim
+        weight, bias = self._weights[queries_keys_values]
+        self._weights[queries_keys_values[1:]] = slice_outputs(weight, num_queries), None if bias is None else bias[num_queries:]
         self._norms = {name.removesuffix(".weight"): tensor.to(device, torch.float32) for name, tensor in tensors.items() if tensor.dim() == 1 and "norm" in name}
         # Sized by what is served, not by max_position_embeddings of the drafter, which the published ones have far below their target's.
         self.rope_table = rope_table(config.layer, max_positions).to(device)
@@ -61,8 +61,9 @@ class Drafter:
             self.head = pack_weight(rows[self.draft_to_target], layout)
         else:
             self.head = target.head if own_head is None else pack_weight(own_head.to(device, dtype), layout)
-        own = [weight for names, (weight, _) in self._weights.items() if not (shares and names[0] == attention + "k_proj")] + [weight for weight in (self.embedding, self.head) if weight is not target.embedding and weight is not target.head]
-        self.num_bytes = sum(weight.data.nbytes for weight in own)  # of the weights that are not the target's
+        own = [weight.data for weight, _ in self._weights.values()] + [weight.data for weight in (self.embedding, self.head) if weight is not target.embedding and weight is not target.head]
+        storages = {data.untyped_storage().data_ptr(): data.untyped_storage() for data in own}  # a slice shares that of the whole
+        self.num_bytes = sum(storage.nbytes() for storage in storages.values())  # of the weights that are not the target's
 
     @classmethod
     def from_directory(

@@ -68,9 +68,11 @@ def unpack_weight(packed: PackedWeight) -> Tensor:
 
 
 def slice_outputs(packed: PackedWeight, start: int) -> PackedWeight:
-    """The outputs start, start + 1, ... of the weight [N, K] as one of its own, in the same memory. ValueError where no panel begins at `start` (any multiple of 16; rows: anywhere)."""
-    if not 0 <= start < packed.out_features or (packed.layout == "panels" and start % PANEL != 0):
-        raise ValueError(f"start: expected a multiple of {PANEL if packed.layout == 'panels' else 1} below {packed.out_features}, got {start}")
+    """The outputs start, start + 1, ... of a weight [N, K] as one of its own: in the same memory where a panel begins at `start` (at a multiple of 16; layout "rows": anywhere), else packed anew. ValueError outside [0, N)."""
+    if not 0 <= start < packed.out_features:
+        raise ValueError(f"start: expected 0 to {packed.out_features - 1}, got {start}")
+    if packed.layout == "panels" and start % PANEL != 0:
+        return pack_weight(unpack_weight(packed)[start:], packed.layout)
     return packed._replace(data=packed.data[start if packed.layout == "rows" else start // PANEL :], out_features=packed.out_features - start)
 
 

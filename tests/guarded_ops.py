@@ -9,7 +9,7 @@ import sys
 import torch
 from eagle_kernels import available_isas, pack_weight, set_isa
 from helpers import make_paged_cache
-from test_opcheck import OPS, ids, make_cases
+from test_opcheck import OPS, make_cases
 
 PAGE = mmap.PAGESIZE
 LIBC = ctypes.CDLL(None, use_errno=True)
